@@ -1,0 +1,34 @@
+# Imported targets for the PyTorch wheel's own libraries.
+#
+# find_package(Torch) of a CUDA build demands a CUDA toolkit. The CPU build must work without one, so the wheel's
+# libraries are linked directly: torch::cpu (c10 + libtorch_cpu) and, where a program wants the CUDA backend loaded,
+# torch::cuda. Headers come from the same wheel.
+find_package(Python3 3.9 COMPONENTS Interpreter REQUIRED)
+if(NOT IKBO_TORCH_DIR)
+  execute_process(
+    COMMAND ${Python3_EXECUTABLE} -c
+            "import importlib.util, os; print(os.path.dirname(importlib.util.find_spec('torch').origin))"
+    OUTPUT_VARIABLE IKBO_TORCH_DIR OUTPUT_STRIP_TRAILING_WHITESPACE RESULT_VARIABLE torch_missing)
+  if(torch_missing)
+    message(FATAL_ERROR "PyTorch was not found by ${Python3_EXECUTABLE}: run scripts/setup.sh, or pass "
+                        "-DPython3_EXECUTABLE=<python with torch> or -DIKBO_TORCH_DIR=<.../site-packages/torch>")
+  endif()
+endif()
+file(READ ${IKBO_TORCH_DIR}/version.py torch_version_py)
+string(REGEX MATCH "__version__ = '([0-9]+\\.[0-9]+)" torch_version_match "${torch_version_py}")
+if(NOT CMAKE_MATCH_1 STREQUAL "2.11")
+  message(FATAL_ERROR "ikbo is built against PyTorch 2.11, but ${IKBO_TORCH_DIR} holds ${CMAKE_MATCH_1}")
+endif()
+
+add_library(torch_headers INTERFACE)
+target_include_directories(torch_headers SYSTEM INTERFACE ${IKBO_TORCH_DIR}/include
+                                                          ${IKBO_TORCH_DIR}/include/torch/csrc/api/include)
+foreach(lib c10 torch_cpu)
+  add_library(torch::${lib} SHARED IMPORTED)
+  set_target_properties(torch::${lib} PROPERTIES IMPORTED_LOCATION ${IKBO_TORCH_DIR}/lib/lib${lib}.so)
+endforeach()
+add_library(torch_cpu_all INTERFACE)
+target_link_libraries(torch_cpu_all INTERFACE torch_headers torch::torch_cpu torch::c10)
+# Debian's linker checks that shared libraries' own needs can be found; the wheel finds its CUDA libraries by RPATH.
+target_link_options(torch_cpu_all INTERFACE -Wl,--allow-shlib-undefined)
+add_library(torch::cpu ALIAS torch_cpu_all)
