@@ -180,8 +180,9 @@ struct Program {
   Graph graph;
   std::vector<InputSpec> input_specs;
   std::vector<OutputSpec> output_specs;
-  std::map<std::string, Range> ranges;  // symbol -> range
-  std::vector<std::string> guards;      // Python expressions that module() checks
+  std::map<std::string, std::int64_t> hints;  // symbol -> its value in the example that was exported
+  std::map<std::string, Range> ranges;        // symbol -> range
+  std::vector<std::string> guards;            // Python expressions that module() checks
   Json module_call_graph = Json::array();
   Json rest = Json::object();  // every other member of model.json, kept as read
 };
