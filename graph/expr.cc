@@ -371,6 +371,17 @@ std::optional<std::int64_t> Expr::evaluate(const std::map<std::string, std::int6
   return sum;
 }
 
+std::vector<Expr::Term> Expr::terms() const {
+  std::vector<Term> list;
+  for (const auto& [monomial, coefficient] : terms_) {
+    Term term;
+    term.coefficient = coefficient;
+    for (const AtomPtr& atom : monomial.atoms) term.factors.push_back({atom->name, atom->arguments, atom->is_call});
+    list.push_back(std::move(term));
+  }
+  return list;
+}
+
 std::optional<Expr> Expr::multiple_of(const std::string& symbol) const {
   auto quotient = exact_quotient(Expr::symbol(symbol));
   if (!quotient || quotient->depends_on(symbol)) return std::nullopt;

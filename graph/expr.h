@@ -47,6 +47,18 @@ class Expr {
   /// q where this == q * divisor as polynomials (divisor a monomial or equal to this); nothing otherwise.
   std::optional<Expr> exact_quotient(const Expr& divisor) const;
 
+  /// The expression as a sum of products, for whoever computes it step by step.
+  struct Factor {
+    std::string name;             // of a symbol, or of a call
+    std::vector<Expr> arguments;  // of a call
+    bool is_call = false;
+  };
+  struct Term {
+    std::int64_t coefficient = 0;
+    std::vector<Factor> factors;
+  };
+  std::vector<Term> terms() const;
+
   friend Expr operator+(const Expr& a, const Expr& b);
   friend Expr operator-(const Expr& a, const Expr& b);
   friend Expr operator*(const Expr& a, const Expr& b);
