@@ -1,0 +1,102 @@
+#include "ops/cpu/row_linear.h"
+
+#include <ATen/Parallel.h>
+#include <ATen/Version.h>
+#include <c10/util/BFloat16.h>
+#include <c10/util/Half.h>
+
+#include <algorithm>
+#include <memory>
+#include <string>
+
+#include "ops/cpu/row_linear_kernel.h"
+
+namespace ikbo::cpu {
+namespace {
+
+enum class Capability { kDefault, kAvx2, kAvx512 };
+
+// PyTorch's own choice, so that ATEN_CPU_CAPABILITY moves these kernels too.
+Capability capability() {
+#if defined(IKBO_X86_KERNELS)
+  static const Capability kChosen = [] {
+    const std::string name = at::get_cpu_capability();
+    if (name == "AVX512") return Capability::kAvx512;
+    return name == "AVX2" ? Capability::kAvx2 : Capability::kDefault;
+  }();
+  return kChosen;
+#else
+  return Capability::kDefault;
+#endif
+}
+
+template <typename T, typename Out>
+const RowLinearKernels<T, Out>& kernels() {
+#if defined(IKBO_X86_KERNELS)
+  if (capability() == Capability::kAvx512) return AVX512::row_linear_kernels<T, Out>();
+  if (capability() == Capability::kAvx2) return AVX2::row_linear_kernels<T, Out>();
+#endif
+  return DEFAULT::row_linear_kernels<T, Out>();
+}
+
+int64_t divide_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+
+// Multiply-adds worth a thread's start.
+constexpr int64_t kGrainWork = 1 << 16;
+
+}  // namespace
+
+template <typename Acc>
+int64_t packed_width(int64_t n) {
+  const int64_t vector = kernels<Acc, Acc>().vector_columns;
+  return divide_up(n, vector) * vector;
+}
+
+template <typename T, typename Out>
+void run(const RowLinear<T, Out>& job) {
+  using Acc = AccOf<T>;
+  if (job.batch == 0 || job.n == 0) return;
+  const auto& kernel = kernels<T, Out>();
+  const int64_t panels = divide_up(job.n, kernel.panel_columns);
+  const std::unique_ptr<Acc[]> packed(new Acc[static_cast<size_t>(packed_width<Acc>(job.n) * job.k)]);
+  const auto panel_data = [&](int64_t panel) { return packed.get() + panel * kernel.panel_columns * job.k; };
+  const auto panel_columns = [&](int64_t panel) {
+    return std::min(kernel.panel_columns, job.n - panel * kernel.panel_columns);
+  };
+  const int64_t panel_work = kernel.panel_columns * std::max<int64_t>(job.k, 1);
+  at::parallel_for(0, panels, divide_up(kGrainWork, panel_work), [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      kernel.pack(job, p * kernel.panel_columns, panel_columns(p), panel_data(p));
+    }
+  });
+  // Few candidates spread over threads by columns, many by rows: a task is a chunk of rows by a run of panels.
+  const int64_t chunks = divide_up(job.batch, kChunkRows);
+  const int64_t splits = chunks >= 4 * at::get_num_threads() ? 1 : panels;
+  const int64_t panels_per_task = divide_up(panels, splits);
+  const int64_t task_work = kChunkRows * panel_work * panels_per_task;
+  at::parallel_for(0, chunks * splits, divide_up(kGrainWork, task_work), [&](int64_t begin, int64_t end) {
+    std::unique_ptr<Acc[]> scratch;
+    if (kernel.needs_scratch(job)) scratch.reset(new Acc[static_cast<size_t>(kChunkRows * job.k)]);
+    for (int64_t task = begin; task < end; ++task) {
+      const int64_t row = task / splits * kChunkRows;
+      const int64_t first = task % splits * panels_per_task;
+      for (int64_t p = first; p < std::min(panels, first + panels_per_task); ++p) {
+        kernel.compute(job, row, std::min(kChunkRows, job.batch - row), p * kernel.panel_columns, panel_columns(p),
+                       panel_data(p), scratch.get());
+      }
+    }
+  });
+}
+
+template int64_t packed_width<float>(int64_t n);
+template int64_t packed_width<double>(int64_t n);
+template void run(const RowLinear<double, double>& job);
+template void run(const RowLinear<float, float>& job);
+template void run(const RowLinear<c10::BFloat16, c10::BFloat16>& job);
+template void run(const RowLinear<c10::BFloat16, float>& job);
+template void run(const RowLinear<c10::Half, c10::Half>& job);
+template void run(const RowLinear<c10::Half, float>& job);
+
+}  // namespace ikbo::cpu

@@ -1,0 +1,264 @@
+// Compiled once for each instruction set (CPU_CAPABILITY names it), as PyTorch compiles its own CPU kernels, so that
+// one library runs anywhere and uses what the machine has.
+#include "ops/cpu/row_linear_kernel.h"
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <algorithm>
+
+namespace ikbo::cpu::CPU_CAPABILITY {
+namespace {
+
+template <typename Acc>
+using Vec = at::vec::Vectorized<Acc>;
+
+// 6 rows by 4 vectors take 24 accumulators, 4 columns and one broadcast of the 32 registers of AVX-512, and 6 row
+// pointers fit the general registers; with 16 registers two vectors are the most.
+constexpr int kTileRows = 6;
+#if defined(CPU_CAPABILITY_AVX512)
+constexpr int kPanelVectors = 4;
+#else
+constexpr int kPanelVectors = 2;
+#endif
+// Partial sums are folded this often: the rounding error of a long chain grows with its length.
+constexpr int64_t kFold = 256;
+
+template <typename Acc>
+constexpr int64_t kVector = Vec<Acc>::size();
+template <typename Acc>
+constexpr int64_t kPanel = kPanelVectors* kVector<Acc>;
+static_assert(kPanel<float> <= kMaxPanelColumns, "a tile row must fit its buffer");
+static_assert(kPanelVectors % 2 == 0, "16-bit results are written from pairs of float vectors");
+
+// out (ROWS, kPanel) = x (ROWS, k) · panel (k, VECS vectors)
+template <typename Acc, int ROWS, int VECS>
+void multiply(const Acc* x, int64_t x_row_stride, int64_t k, const Acc* panel, Acc* out) {
+  constexpr int64_t kWidth = VECS * kVector<Acc>;
+  const Acc* row[ROWS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) row[r] = x + r * x_row_stride;
+  int64_t begin = 0;
+  do {
+    const int64_t end = std::min(k, begin + kFold);
+    Vec<Acc> sum[ROWS][VECS];
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < VECS; ++v) sum[r][v] = Vec<Acc>(Acc(0));
+    }
+    for (int64_t i = begin; i < end; ++i) {
+      Vec<Acc> column[VECS];
+#pragma GCC unroll 8
+      for (int v = 0; v < VECS; ++v) column[v] = Vec<Acc>::loadu(panel + i * kWidth + v * kVector<Acc>);
+#pragma GCC unroll 8
+      for (int r = 0; r < ROWS; ++r) {
+        const Vec<Acc> value(row[r][i]);
+#pragma GCC unroll 8
+        for (int v = 0; v < VECS; ++v) sum[r][v] = at::vec::fmadd(value, column[v], sum[r][v]);
+      }
+    }
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+      for (int v = 0; v < VECS; ++v) {
+        Acc* to = out + r * kPanel<Acc> + v * kVector<Acc>;
+        (begin == 0 ? sum[r][v] : Vec<Acc>::loadu(to) + sum[r][v]).store(to);
+      }
+    }
+    begin = end;
+  } while (begin < k);
+}
+
+template <typename Acc, int ROWS>
+void multiply_columns(const Acc* x, int64_t x_row_stride, int64_t k, const Acc* panel, int64_t vectors, Acc* out) {
+  if (vectors == 1) return multiply<Acc, ROWS, 1>(x, x_row_stride, k, panel, out);
+  if (vectors == 2) return multiply<Acc, ROWS, 2>(x, x_row_stride, k, panel, out);
+#if defined(CPU_CAPABILITY_AVX512)
+  if (vectors == 3) return multiply<Acc, ROWS, 3>(x, x_row_stride, k, panel, out);
+  if (vectors == 4) return multiply<Acc, ROWS, 4>(x, x_row_stride, k, panel, out);
+#endif
+}
+
+template <typename Acc>
+void multiply_tile(const Acc* x, int64_t x_row_stride, int64_t rows, int64_t k, const Acc* panel, int64_t vectors,
+                   Acc* out) {
+  switch (rows) {
+    case 6:
+      return multiply_columns<Acc, 6>(x, x_row_stride, k, panel, vectors, out);
+    case 5:
+      return multiply_columns<Acc, 5>(x, x_row_stride, k, panel, vectors, out);
+    case 4:
+      return multiply_columns<Acc, 4>(x, x_row_stride, k, panel, vectors, out);
+    case 3:
+      return multiply_columns<Acc, 3>(x, x_row_stride, k, panel, vectors, out);
+    case 2:
+      return multiply_columns<Acc, 2>(x, x_row_stride, k, panel, vectors, out);
+    default:
+      return multiply_columns<Acc, 1>(x, x_row_stride, k, panel, vectors, out);
+  }
+}
+
+template <Activation kActivation, typename Acc>
+Vec<Acc> activate(const Vec<Acc>& z) {
+  const Vec<Acc> one(Acc(1));
+  if constexpr (kActivation == Activation::kRelu) return at::vec::maximum(z, Vec<Acc>(Acc(0)));  // keeps NaN
+  if constexpr (kActivation == Activation::kSigmoid) return one / (one + z.neg().exp());
+  if constexpr (kActivation == Activation::kTanh) return z.tanh();
+  if constexpr (kActivation == Activation::kSilu) return z / (one + z.neg().exp());
+  if constexpr (kActivation == Activation::kGelu) {
+    return z * Vec<Acc>(Acc(0.5)) * (one + (z * Vec<Acc>(Acc(0.70710678118654752440))).erf());
+  }
+  return z;
+}
+
+template <typename Acc>
+void store_row(const Acc* row, int64_t columns, Acc* out) {
+  int64_t c = 0;
+  for (; c + kVector<Acc> <= columns; c += kVector<Acc>) Vec<Acc>::loadu(row + c).store(out + c);
+  if (c < columns) Vec<Acc>::loadu(row + c).store(out + c, static_cast<int>(columns - c));
+}
+
+template <typename Out, typename = std::enable_if_t<!std::is_same_v<Out, float>>>
+void store_row(const float* row, int64_t columns, Out* out) {
+  constexpr int64_t kStep = 2 * kVector<float>;
+  static_assert(Vec<Out>::size() == kStep, "two float vectors make one 16-bit vector");
+  for (int64_t c = 0; c < columns; c += kStep) {
+    const auto pair =
+        at::vec::convert_from_float<Out>(Vec<float>::loadu(row + c), Vec<float>::loadu(row + c + kVector<float>));
+    pair.store(out + c, static_cast<int>(std::min(columns - c, kStep)));
+  }
+}
+
+// Adds what the tile's rows look up and the bias, applies the activation and writes the rows: all from the first-level
+// cache, one pass over the output.
+template <Activation kActivation, typename T, typename Out>
+void finish_tile(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                 AccOf<T>* tile) {
+  using Acc = AccOf<T>;
+  for (int64_t r = 0; r < rows; ++r) {
+    Acc* values = tile + r * kPanel<Acc>;
+    for (int64_t c = 0; c < columns; c += kVector<Acc>) {
+      Vec<Acc> z = Vec<Acc>::loadu(values + c);
+      for (int64_t t = 0; t < job.num_terms; ++t) {
+        const auto& term = job.terms[t];
+        z = z + Vec<Acc>::loadu(term.rows + term.index[row + r] * term.row_stride + column + c);
+      }
+      if (job.bias != nullptr) z = z + Vec<Acc>::loadu(job.bias + column + c);
+      activate<kActivation, Acc>(z).store(values + c);
+    }
+    store_row(values, columns, job.out + (row + r) * job.out_row_stride + column);
+  }
+}
+
+template <typename T, typename Out>
+void finish(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns, AccOf<T>* tile) {
+  switch (job.activation) {
+    case Activation::kNone:
+      return finish_tile<Activation::kNone>(job, row, rows, column, columns, tile);
+    case Activation::kRelu:
+      return finish_tile<Activation::kRelu>(job, row, rows, column, columns, tile);
+    case Activation::kSigmoid:
+      return finish_tile<Activation::kSigmoid>(job, row, rows, column, columns, tile);
+    case Activation::kTanh:
+      return finish_tile<Activation::kTanh>(job, row, rows, column, columns, tile);
+    case Activation::kSilu:
+      return finish_tile<Activation::kSilu>(job, row, rows, column, columns, tile);
+    case Activation::kGelu:
+      return finish_tile<Activation::kGelu>(job, row, rows, column, columns, tile);
+  }
+}
+
+// Reads `count` elements `stride` apart as Acc.
+template <typename T>
+void load_row(const T* from, int64_t stride, int64_t count, AccOf<T>* to) {
+  int64_t i = 0;
+  if constexpr (!std::is_same_v<T, AccOf<T>>) {
+    if (stride == 1) {
+      for (; i + kVector<float> <= count; i += kVector<float>) {
+        Vec<float> values;
+        at::vec::load_to_float<T>(from + i, values);
+        values.store(to + i);
+      }
+    }
+  }
+  for (; i < count; ++i) to[i] = static_cast<AccOf<T>>(from[i * stride]);
+}
+
+template <typename T, typename Out>
+bool needs_scratch(const RowLinear<T, Out>& job) {
+  return !std::is_same_v<T, AccOf<T>> || job.x_col_stride != 1;
+}
+
+template <typename T, typename Out>
+void compute(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns,
+             const AccOf<T>* panel, AccOf<T>* scratch) {
+  using Acc = AccOf<T>;
+  const Acc* x = nullptr;
+  int64_t x_row_stride = 0;
+  if (needs_scratch(job)) {
+    for (int64_t r = 0; r < rows; ++r) {
+      load_row(job.x + (row + r) * job.x_row_stride, job.x_col_stride, job.k, scratch + r * job.k);
+    }
+    x = scratch;
+    x_row_stride = job.k;
+  } else if constexpr (std::is_same_v<T, Acc>) {
+    x = job.x + row * job.x_row_stride;
+    x_row_stride = job.x_row_stride;
+  }
+  const int64_t vectors = (columns + kVector<Acc> - 1) / kVector<Acc>;
+  alignas(64) Acc tile[kTileRows * kPanel<Acc>];
+  // A pair of vectors is read where 16-bit results are written, so the second one must hold something.
+  std::fill(tile, tile + kTileRows * kPanel<Acc>, Acc(0));
+  for (int64_t r = 0; r < rows; r += kTileRows) {
+    const int64_t tile_rows = std::min<int64_t>(kTileRows, rows - r);
+    multiply_tile<Acc>(x + r * x_row_stride, x_row_stride, tile_rows, job.k, panel, vectors, tile);
+    finish(job, row + r, tile_rows, column, columns, tile);
+  }
+}
+
+template <typename T, typename Out>
+void pack(const RowLinear<T, Out>& job, int64_t column, int64_t columns, AccOf<T>* panel) {
+  using Acc = AccOf<T>;
+  constexpr int64_t kBlock = 16;  // of both directions, so that the lines written stay in the cache until full
+  const int64_t width = (columns + kVector<Acc> - 1) / kVector<Acc> * kVector<Acc>;
+  Acc block[kBlock * kBlock];
+  for (int64_t i = 0; i < job.k; i += kBlock) {
+    const int64_t depth = std::min(kBlock, job.k - i);
+    for (int64_t c = 0; c < width; c += kBlock) {
+      const int64_t count = std::min(kBlock, width - c);
+      const int64_t valid = std::clamp<int64_t>(columns - c, 0, count);
+      for (int64_t n = 0; n < valid; ++n) {
+        load_row(job.w + (column + c + n) * job.w_row_stride + i * job.w_col_stride, job.w_col_stride, depth,
+                 block + n * kBlock);
+      }
+      std::fill(block + valid * kBlock, block + count * kBlock, Acc(0));
+      if (depth == kBlock && count == kBlock) {
+        at::vec::transpose_mxn<Acc, kBlock, kBlock>(block, kBlock, panel + i * width + c, width);
+      } else {
+        for (int64_t d = 0; d < depth; ++d) {
+          for (int64_t n = 0; n < count; ++n) panel[(i + d) * width + c + n] = block[n * kBlock + d];
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+template <typename T, typename Out>
+const RowLinearKernels<T, Out>& row_linear_kernels() {
+  using Acc = AccOf<T>;
+  static constexpr RowLinearKernels<T, Out> kKernels{kVector<Acc>, kPanel<Acc>, pack<T, Out>, compute<T, Out>,
+                                                     needs_scratch<T, Out>};
+  return kKernels;
+}
+
+template const RowLinearKernels<double, double>& row_linear_kernels();
+template const RowLinearKernels<float, float>& row_linear_kernels();
+template const RowLinearKernels<c10::BFloat16, c10::BFloat16>& row_linear_kernels();
+template const RowLinearKernels<c10::BFloat16, float>& row_linear_kernels();
+template const RowLinearKernels<c10::Half, c10::Half>& row_linear_kernels();
+template const RowLinearKernels<c10::Half, float>& row_linear_kernels();
+
+}  // namespace ikbo::cpu::CPU_CAPABILITY

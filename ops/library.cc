@@ -1,0 +1,39 @@
+// The schemas of torch.ops.ikbo. Exported archives carry them: arguments are only ever added, at the end, with
+// defaults.
+#include <ATen/FuncTorchTLS.h>
+#include <torch/library.h>
+
+#include "ops/checks.h"
+
+namespace ikbo {
+namespace {
+
+// Every functorch transform (vmap, grad, jvp, functionalize) enters through this key. The operators' rows are already
+// batched through their index and their gradients live in autograd, so a transform would silently take a slow or wrong
+// path; it is refused in one place instead.
+void refuse_functorch(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*/) {
+  TORCH_CHECK_NOT_IMPLEMENTED(false, op.schema().name(),
+                              " does not support torch.func transforms (vmap, grad, jacrev, ...): call it outside the "
+                              "transform, or use torch.autograd for gradients");
+}
+
+}  // namespace
+
+TORCH_LIBRARY(ikbo, m) {
+  m.def("broadcast(Tensor x_user, Tensor candidate_to_user) -> Tensor");
+  m.def("broadcast_backward(Tensor grad, Tensor candidate_to_user, SymInt num_users) -> Tensor");
+  m.def(
+      "linear(Tensor x_cand, Tensor w_cand, Tensor[] x_bcast, Tensor[] w_bcast, Tensor[] index, Tensor? bias=None, "
+      "str activation=\"none\") -> Tensor");
+  m.def(
+      "linear_backward(Tensor grad, Tensor? output, Tensor x_cand, Tensor w_cand, Tensor[] x_bcast, Tensor[] w_bcast, "
+      "Tensor[] index, Tensor? bias, str activation, bool[] output_mask) -> Tensor[]");
+}
+
+TORCH_LIBRARY_IMPL(ikbo, FuncTorchDynamicLayerFrontMode, m) {
+  for (const char* name : {"broadcast", "broadcast_backward", "linear", "linear_backward"}) {
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_functorch>());
+  }
+}
+
+}  // namespace ikbo
