@@ -1,3 +1,4 @@
+# shellcheck shell=bash
 # Shared by the scripts of this folder: source it after `set -euo pipefail`.
 
 # step TEXT: announces what comes next, with the seconds since the script began.
