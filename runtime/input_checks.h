@@ -1,0 +1,59 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <map>
+#include <optional>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "graph/program.h"
+
+namespace ikbo::runtime {
+
+/// Checks a call's tensors against what the archive says of its inputs: number, rank, type, device, fixed sizes, and
+/// that symbolic sizes agree with each other and lie in their ranges.
+class InputChecks {
+ public:
+  InputChecks(const graph::Program& program, const c10::Device& device, bool float64);
+
+  /// Throws ikbo::Error that names the input as the model's author knows it, what was given and what was expected.
+  void check(std::span<const at::Tensor> inputs) const;
+
+ private:
+  struct Dim {
+    std::int64_t fixed = -1;  // >= 0: exactly this
+    int symbol = -1;          // a plain symbol
+    graph::Expr expr;         // anything else
+  };
+  struct Input {
+    std::string name;
+    at::ScalarType type = at::kFloat;
+    std::vector<Dim> dims;
+    std::string expected;  // "int64 [batch, 50]"
+    bool checked = true;   // false where the archive says nothing of the tensor
+  };
+  struct Symbol {
+    std::string name;
+    graph::Range range;
+  };
+  struct Bound {
+    std::int64_t value = -1;
+    int input = -1;
+    int dim = -1;
+  };
+
+  void bind(int symbol, std::int64_t size, int input, int dim, std::vector<Bound>& bound) const;
+  void check_expressions(std::span<const at::Tensor> inputs, std::vector<Bound>& bound) const;
+  std::string given(const at::Tensor& tensor) const;
+
+  c10::Device device_;
+  bool float64_;
+  std::vector<Input> inputs_;
+  std::vector<Symbol> symbols_;
+  bool has_expressions_ = false;
+};
+
+}  // namespace ikbo::runtime
