@@ -1,0 +1,137 @@
+#include "transform/inputs.h"
+
+#include <fnmatch.h>
+
+#include <algorithm>
+#include <charconv>
+#include <optional>
+
+#include "graph/error.h"
+
+namespace ikbo::transform {
+namespace {
+
+using graph::UserInput;
+
+// "a,b[:,0:3],c" -> "a", "b[:,0:3]", "c": commas inside brackets belong to the pattern.
+std::vector<std::string> split_patterns(const std::vector<std::string>& given) {
+  std::vector<std::string> patterns;
+  for (const std::string& text : given) {
+    std::string current;
+    int depth = 0;
+    for (const char c : text) {
+      if (c == '[') ++depth;
+      if (c == ']') --depth;
+      if (c == ',' && depth <= 0) {
+        patterns.push_back(current);
+        current.clear();
+      } else if (c != ' ') {
+        current.push_back(c);
+      }
+    }
+    patterns.push_back(current);
+  }
+  std::erase(patterns, "");
+  return patterns;
+}
+
+std::string list_inputs(const graph::Program& program, const std::vector<UserInput>& inputs) {
+  std::string text;
+  for (const UserInput& i : inputs) {
+    const auto it = program.graph.tensors.find(i.value);
+    text += fmt::format("\n  {:<24} {}", i.name, it == program.graph.tensors.end() ? "" : graph::describe(it->second));
+  }
+  return text;
+}
+
+struct Range {
+  std::int64_t from = 0;
+  std::int64_t to = 0;
+};
+
+// "X[:,0:17]" -> "X" and the range; nothing where the text has no column range.
+std::optional<std::pair<std::string, Range>> parse_columns(const std::string& pattern) {
+  const std::size_t open = pattern.rfind("[:,");
+  if (open == std::string::npos || pattern.back() != ']') return std::nullopt;
+  const std::string body = pattern.substr(open + 3, pattern.size() - open - 4);
+  const std::size_t colon = body.find(':');
+  Range r;
+  const auto number = [&](const std::string& text, std::int64_t& value) {
+    const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), value);
+    return error == std::errc() && end == text.data() + text.size() && value >= 0;
+  };
+  const bool ok = colon == std::string::npos
+                      ? number(body, r.from)
+                      : number(body.substr(0, colon), r.from) && number(body.substr(colon + 1), r.to);
+  if (!ok) fail("--request-only '{}': a column range is written X[:,from:to] with numbers, or X[:,column]", pattern);
+  if (colon == std::string::npos) r.to = r.from + 1;
+  return std::pair(pattern.substr(0, open), r);
+}
+
+bool matches(const std::string& pattern, const UserInput& input) {
+  for (const std::string* text : {&input.name, &input.value, &input.path}) {
+    if (pattern == *text) return true;
+  }
+  // In paths, brackets are no character class.
+  return fnmatch(pattern.c_str(), input.name.c_str(), 0) == 0 || fnmatch(pattern.c_str(), input.value.c_str(), 0) == 0;
+}
+
+}  // namespace
+
+RequestOnly select_request_only(const graph::Program& program, const std::vector<UserInput>& inputs,
+                                const std::vector<std::string>& given) {
+  const auto patterns = split_patterns(given);
+  if (patterns.empty())
+    fail("no input is marked request-only (--request-only); the inputs are:{}", list_inputs(program, inputs));
+  RequestOnly selected;
+  for (const std::string& pattern : patterns) {
+    const auto columns = parse_columns(pattern);
+    const std::string& name = columns ? columns->first : pattern;
+    bool any = false;
+    for (const UserInput& input : inputs) {
+      if (!matches(name, input)) continue;
+      any = true;
+      if (!columns) {
+        selected.whole[input.value] = true;
+        continue;
+      }
+      const auto& meta = program.graph.tensors.at(input.value);
+      const auto width = meta.sizes.size() == 2 ? meta.sizes[1].as_integer() : std::nullopt;
+      if (!width) {
+        fail(
+            "--request-only '{}': '{}' is {}, but a column range needs a matrix (batch, columns) with a fixed number "
+            "of columns",
+            pattern, input.name, graph::describe(meta));
+      }
+      if (columns->second.from >= columns->second.to || columns->second.to > *width) {
+        fail("--request-only '{}': '{}' has columns 0 to {}", pattern, input.name, *width - 1);
+      }
+      selected.columns[input.value].emplace_back(columns->second.from, columns->second.to);
+    }
+    if (!any) fail("--request-only '{}' matches no input; the inputs are:{}", pattern, list_inputs(program, inputs));
+  }
+  for (auto it = selected.columns.begin(); it != selected.columns.end();) {
+    auto& ranges = it->second;
+    if (selected.whole.contains(it->first)) {
+      fail("--request-only marks '{}' twice: as a whole and by columns", it->first);
+    }
+    std::sort(ranges.begin(), ranges.end());
+    std::int64_t covered = 0;
+    for (std::size_t i = 0; i < ranges.size(); ++i) {
+      if (i > 0 && ranges[i].first < ranges[i - 1].second) {
+        fail("--request-only marks columns {} to {} of '{}' twice", ranges[i].first,
+             std::min(ranges[i].second, ranges[i - 1].second) - 1, it->first);
+      }
+      covered += ranges[i].second - ranges[i].first;
+    }
+    if (covered == program.graph.tensors.at(it->first).sizes[1].as_integer()) {  // all of them: the whole input
+      selected.whole[it->first] = true;
+      it = selected.columns.erase(it);
+    } else {
+      ++it;
+    }
+  }
+  return selected;
+}
+
+}  // namespace ikbo::transform
