@@ -93,7 +93,6 @@ at::Tensor broadcast_meta(const at::Tensor& x_user, const at::Tensor& candidate_
 at::Tensor broadcast_backward_cpu(const at::Tensor& grad, const at::Tensor& candidate_to_user, int64_t num_users) {
   check_broadcast_backward(grad, candidate_to_user, num_users);
   const at::Tensor index = candidate_to_user.contiguous();
-  TORCH_CHECK_VALUE(index.numel() == 0 || num_users > 0, kBackward, ": num_users is 0, but there are candidates");
   check_index_values(kBackward, index, "candidate_to_user", num_users, "the result");
   std::vector<int64_t> sizes = grad.sizes().vec();
   sizes[0] = num_users;

@@ -45,6 +45,8 @@ int64_t divide_up(int64_t a, int64_t b) {
 
 // Multiply-adds worth a thread's start.
 constexpr int64_t kGrainWork = 1 << 16;
+// Up to this many chunks of rows a packed panel is used too little to be worth a place in memory.
+constexpr int64_t kFewChunks = 4;
 
 }  // namespace
 
@@ -60,31 +62,52 @@ void run(const RowLinear<T, Out>& job) {
   if (job.batch == 0 || job.n == 0) return;
   const auto& kernel = kernels<T, Out>();
   const int64_t panels = divide_up(job.n, kernel.panel_columns);
-  const std::unique_ptr<Acc[]> packed(new Acc[static_cast<size_t>(packed_width<Acc>(job.n) * job.k)]);
-  const auto panel_data = [&](int64_t panel) { return packed.get() + panel * kernel.panel_columns * job.k; };
+  const int64_t chunks = divide_up(job.batch, kChunkRows);
   const auto panel_columns = [&](int64_t panel) {
     return std::min(kernel.panel_columns, job.n - panel * kernel.panel_columns);
   };
+  const auto pack = [&](int64_t panel, Acc* to) {
+    kernel.pack(job, panel * kernel.panel_columns, panel_columns(panel), to);
+  };
+  const auto compute = [&](int64_t chunk, int64_t panel, const Acc* packed, Acc* scratch) {
+    const int64_t row = chunk * kChunkRows;
+    kernel.compute(job, row, std::min(kChunkRows, job.batch - row), panel * kernel.panel_columns, panel_columns(panel),
+                   packed, scratch);
+  };
+  const auto make_scratch = [&] {
+    return std::unique_ptr<Acc[]>(
+        kernel.needs_scratch(job) ? new Acc[static_cast<size_t>(std::min(kChunkRows, job.batch) * job.k)] : nullptr);
+  };
   const int64_t panel_work = kernel.panel_columns * std::max<int64_t>(job.k, 1);
+
+  if (chunks <= kFewChunks && panels >= at::get_num_threads()) {
+    // Few candidates: reading W is most of the work, so a panel is packed into the cache and used at once.
+    at::parallel_for(0, panels, divide_up(kGrainWork, panel_work), [&](int64_t begin, int64_t end) {
+      const std::unique_ptr<Acc[]> packed(new Acc[static_cast<size_t>(panel_work)]);
+      const std::unique_ptr<Acc[]> scratch = make_scratch();
+      for (int64_t p = begin; p < end; ++p) {
+        pack(p, packed.get());
+        for (int64_t c = 0; c < chunks; ++c) compute(c, p, packed.get(), scratch.get());
+      }
+    });
+    return;
+  }
+
+  const std::unique_ptr<Acc[]> packed(new Acc[static_cast<size_t>(packed_width<Acc>(job.n) * job.k)]);
+  const auto packed_panel = [&](int64_t panel) { return packed.get() + panel * kernel.panel_columns * job.k; };
   at::parallel_for(0, panels, divide_up(kGrainWork, panel_work), [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) {
-      kernel.pack(job, p * kernel.panel_columns, panel_columns(p), panel_data(p));
-    }
+    for (int64_t p = begin; p < end; ++p) pack(p, packed_panel(p));
   });
-  // Few candidates spread over threads by columns, many by rows: a task is a chunk of rows by a run of panels.
-  const int64_t chunks = divide_up(job.batch, kChunkRows);
+  // Many candidates spread over threads by rows, fewer by columns as well: a task is a chunk of rows by some panels.
   const int64_t splits = chunks >= 4 * at::get_num_threads() ? 1 : panels;
   const int64_t panels_per_task = divide_up(panels, splits);
   const int64_t task_work = kChunkRows * panel_work * panels_per_task;
   at::parallel_for(0, chunks * splits, divide_up(kGrainWork, task_work), [&](int64_t begin, int64_t end) {
-    std::unique_ptr<Acc[]> scratch;
-    if (kernel.needs_scratch(job)) scratch.reset(new Acc[static_cast<size_t>(kChunkRows * job.k)]);
+    const std::unique_ptr<Acc[]> scratch = make_scratch();
     for (int64_t task = begin; task < end; ++task) {
-      const int64_t row = task / splits * kChunkRows;
       const int64_t first = task % splits * panels_per_task;
       for (int64_t p = first; p < std::min(panels, first + panels_per_task); ++p) {
-        kernel.compute(job, row, std::min(kChunkRows, job.batch - row), p * kernel.panel_columns, panel_columns(p),
-                       panel_data(p), scratch.get());
+        compute(task / splits, p, packed_panel(p), scratch.get());
       }
     }
   });

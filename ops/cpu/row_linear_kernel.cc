@@ -21,8 +21,9 @@ constexpr int kPanelVectors = 4;
 #else
 constexpr int kPanelVectors = 2;
 #endif
-// Partial sums are folded this often: the rounding error of a long chain grows with its length.
-constexpr int64_t kFold = 256;
+// Sums are folded this often over K. A block of a panel (32 KiB) then stays in the first-level cache for all rows of a
+// chunk, and the rounding error of a long chain, which grows with its length, is kept down.
+constexpr int64_t kFold = 128;
 
 template <typename Acc>
 constexpr int64_t kVector = Vec<Acc>::size();
@@ -31,71 +32,67 @@ constexpr int64_t kPanel = kPanelVectors* kVector<Acc>;
 static_assert(kPanel<float> <= kMaxPanelColumns, "a tile row must fit its buffer");
 static_assert(kPanelVectors % 2 == 0, "16-bit results are written from pairs of float vectors");
 
-// out (ROWS, kPanel) = x (ROWS, k) · panel (k, VECS vectors)
+// sums (ROWS, kPanel) [+]= x (ROWS, depth) · panel (depth, VECS vectors)
 template <typename Acc, int ROWS, int VECS>
-void multiply(const Acc* x, int64_t x_row_stride, int64_t k, const Acc* panel, Acc* out) {
+void multiply(const Acc* x, int64_t x_row_stride, int64_t depth, const Acc* panel, bool add, Acc* sums) {
   constexpr int64_t kWidth = VECS * kVector<Acc>;
   const Acc* row[ROWS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) row[r] = x + r * x_row_stride;
-  int64_t begin = 0;
-  do {
-    const int64_t end = std::min(k, begin + kFold);
-    Vec<Acc> sum[ROWS][VECS];
+  Vec<Acc> sum[ROWS][VECS];
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; ++v) sum[r][v] = Vec<Acc>(Acc(0));
+  }
+  for (int64_t i = 0; i < depth; ++i) {
+    Vec<Acc> column[VECS];
+#pragma GCC unroll 8
+    for (int v = 0; v < VECS; ++v) column[v] = Vec<Acc>::loadu(panel + i * kWidth + v * kVector<Acc>);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
+      const Vec<Acc> value(row[r][i]);
 #pragma GCC unroll 8
-      for (int v = 0; v < VECS; ++v) sum[r][v] = Vec<Acc>(Acc(0));
+      for (int v = 0; v < VECS; ++v) sum[r][v] = at::vec::fmadd(value, column[v], sum[r][v]);
     }
-    for (int64_t i = begin; i < end; ++i) {
-      Vec<Acc> column[VECS];
+  }
 #pragma GCC unroll 8
-      for (int v = 0; v < VECS; ++v) column[v] = Vec<Acc>::loadu(panel + i * kWidth + v * kVector<Acc>);
+  for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
-      for (int r = 0; r < ROWS; ++r) {
-        const Vec<Acc> value(row[r][i]);
-#pragma GCC unroll 8
-        for (int v = 0; v < VECS; ++v) sum[r][v] = at::vec::fmadd(value, column[v], sum[r][v]);
-      }
+    for (int v = 0; v < VECS; ++v) {
+      Acc* to = sums + r * kPanel<Acc> + v * kVector<Acc>;
+      (add ? Vec<Acc>::loadu(to) + sum[r][v] : sum[r][v]).store(to);
     }
-#pragma GCC unroll 8
-    for (int r = 0; r < ROWS; ++r) {
-#pragma GCC unroll 8
-      for (int v = 0; v < VECS; ++v) {
-        Acc* to = out + r * kPanel<Acc> + v * kVector<Acc>;
-        (begin == 0 ? sum[r][v] : Vec<Acc>::loadu(to) + sum[r][v]).store(to);
-      }
-    }
-    begin = end;
-  } while (begin < k);
+  }
 }
 
 template <typename Acc, int ROWS>
-void multiply_columns(const Acc* x, int64_t x_row_stride, int64_t k, const Acc* panel, int64_t vectors, Acc* out) {
-  if (vectors == 1) return multiply<Acc, ROWS, 1>(x, x_row_stride, k, panel, out);
-  if (vectors == 2) return multiply<Acc, ROWS, 2>(x, x_row_stride, k, panel, out);
+void multiply_columns(const Acc* x, int64_t x_row_stride, int64_t depth, const Acc* panel, int64_t vectors, bool add,
+                      Acc* sums) {
+  if (vectors == 1) return multiply<Acc, ROWS, 1>(x, x_row_stride, depth, panel, add, sums);
+  if (vectors == 2) return multiply<Acc, ROWS, 2>(x, x_row_stride, depth, panel, add, sums);
 #if defined(CPU_CAPABILITY_AVX512)
-  if (vectors == 3) return multiply<Acc, ROWS, 3>(x, x_row_stride, k, panel, out);
-  if (vectors == 4) return multiply<Acc, ROWS, 4>(x, x_row_stride, k, panel, out);
+  if (vectors == 3) return multiply<Acc, ROWS, 3>(x, x_row_stride, depth, panel, add, sums);
+  if (vectors == 4) return multiply<Acc, ROWS, 4>(x, x_row_stride, depth, panel, add, sums);
 #endif
 }
 
 template <typename Acc>
-void multiply_tile(const Acc* x, int64_t x_row_stride, int64_t rows, int64_t k, const Acc* panel, int64_t vectors,
-                   Acc* out) {
+void multiply_tile(const Acc* x, int64_t x_row_stride, int64_t rows, int64_t depth, const Acc* panel, int64_t vectors,
+                   bool add, Acc* sums) {
   switch (rows) {
     case 6:
-      return multiply_columns<Acc, 6>(x, x_row_stride, k, panel, vectors, out);
+      return multiply_columns<Acc, 6>(x, x_row_stride, depth, panel, vectors, add, sums);
     case 5:
-      return multiply_columns<Acc, 5>(x, x_row_stride, k, panel, vectors, out);
+      return multiply_columns<Acc, 5>(x, x_row_stride, depth, panel, vectors, add, sums);
     case 4:
-      return multiply_columns<Acc, 4>(x, x_row_stride, k, panel, vectors, out);
+      return multiply_columns<Acc, 4>(x, x_row_stride, depth, panel, vectors, add, sums);
     case 3:
-      return multiply_columns<Acc, 3>(x, x_row_stride, k, panel, vectors, out);
+      return multiply_columns<Acc, 3>(x, x_row_stride, depth, panel, vectors, add, sums);
     case 2:
-      return multiply_columns<Acc, 2>(x, x_row_stride, k, panel, vectors, out);
+      return multiply_columns<Acc, 2>(x, x_row_stride, depth, panel, vectors, add, sums);
     default:
-      return multiply_columns<Acc, 1>(x, x_row_stride, k, panel, vectors, out);
+      return multiply_columns<Acc, 1>(x, x_row_stride, depth, panel, vectors, add, sums);
   }
 }
 
@@ -130,14 +127,14 @@ void store_row(const float* row, int64_t columns, Out* out) {
   }
 }
 
-// Adds what the tile's rows look up and the bias, applies the activation and writes the rows: all from the first-level
-// cache, one pass over the output.
+// Adds what the rows look up and the bias, applies the activation and writes the rows: from the cache, in the one pass
+// over the output.
 template <Activation kActivation, typename T, typename Out>
-void finish_tile(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns,
-                 AccOf<T>* tile) {
+void finish_chunk(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns,
+                  AccOf<T>* sums) {
   using Acc = AccOf<T>;
   for (int64_t r = 0; r < rows; ++r) {
-    Acc* values = tile + r * kPanel<Acc>;
+    Acc* values = sums + r * kPanel<Acc>;
     for (int64_t c = 0; c < columns; c += kVector<Acc>) {
       Vec<Acc> z = Vec<Acc>::loadu(values + c);
       for (int64_t t = 0; t < job.num_terms; ++t) {
@@ -152,20 +149,20 @@ void finish_tile(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_
 }
 
 template <typename T, typename Out>
-void finish(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns, AccOf<T>* tile) {
+void finish(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns, AccOf<T>* sums) {
   switch (job.activation) {
     case Activation::kNone:
-      return finish_tile<Activation::kNone>(job, row, rows, column, columns, tile);
+      return finish_chunk<Activation::kNone>(job, row, rows, column, columns, sums);
     case Activation::kRelu:
-      return finish_tile<Activation::kRelu>(job, row, rows, column, columns, tile);
+      return finish_chunk<Activation::kRelu>(job, row, rows, column, columns, sums);
     case Activation::kSigmoid:
-      return finish_tile<Activation::kSigmoid>(job, row, rows, column, columns, tile);
+      return finish_chunk<Activation::kSigmoid>(job, row, rows, column, columns, sums);
     case Activation::kTanh:
-      return finish_tile<Activation::kTanh>(job, row, rows, column, columns, tile);
+      return finish_chunk<Activation::kTanh>(job, row, rows, column, columns, sums);
     case Activation::kSilu:
-      return finish_tile<Activation::kSilu>(job, row, rows, column, columns, tile);
+      return finish_chunk<Activation::kSilu>(job, row, rows, column, columns, sums);
     case Activation::kGelu:
-      return finish_tile<Activation::kGelu>(job, row, rows, column, columns, tile);
+      return finish_chunk<Activation::kGelu>(job, row, rows, column, columns, sums);
   }
 }
 
@@ -173,8 +170,11 @@ void finish(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t col
 template <typename T>
 void load_row(const T* from, int64_t stride, int64_t count, AccOf<T>* to) {
   int64_t i = 0;
-  if constexpr (!std::is_same_v<T, AccOf<T>>) {
-    if (stride == 1) {
+  if (stride == 1) {
+    if constexpr (std::is_same_v<T, AccOf<T>>) {
+      std::copy(from, from + count, to);
+      return;
+    } else {
       for (; i + kVector<float> <= count; i += kVector<float>) {
         Vec<float> values;
         at::vec::load_to_float<T>(from + i, values);
@@ -207,14 +207,17 @@ void compute(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t co
     x_row_stride = job.x_row_stride;
   }
   const int64_t vectors = (columns + kVector<Acc> - 1) / kVector<Acc>;
-  alignas(64) Acc tile[kTileRows * kPanel<Acc>];
+  alignas(64) Acc sums[kChunkRows * kPanel<Acc>];
   // A pair of vectors is read where 16-bit results are written, so the second one must hold something.
-  std::fill(tile, tile + kTileRows * kPanel<Acc>, Acc(0));
-  for (int64_t r = 0; r < rows; r += kTileRows) {
-    const int64_t tile_rows = std::min<int64_t>(kTileRows, rows - r);
-    multiply_tile<Acc>(x + r * x_row_stride, x_row_stride, tile_rows, job.k, panel, vectors, tile);
-    finish(job, row + r, tile_rows, column, columns, tile);
+  std::fill(sums, sums + rows * kPanel<Acc>, Acc(0));
+  for (int64_t i = 0; i < job.k; i += kFold) {
+    for (int64_t r = 0; r < rows; r += kTileRows) {
+      multiply_tile<Acc>(x + r * x_row_stride + i, x_row_stride, std::min<int64_t>(kTileRows, rows - r),
+                         std::min(kFold, job.k - i), panel + i * vectors * kVector<Acc>, vectors, i > 0,
+                         sums + r * kPanel<Acc>);
+    }
   }
+  finish(job, row, rows, column, columns, sums);
 }
 
 template <typename T, typename Out>
@@ -228,6 +231,13 @@ void pack(const RowLinear<T, Out>& job, int64_t column, int64_t columns, AccOf<T
     for (int64_t c = 0; c < width; c += kBlock) {
       const int64_t count = std::min(kBlock, width - c);
       const int64_t valid = std::clamp<int64_t>(columns - c, 0, count);
+      if constexpr (std::is_same_v<T, Acc>) {
+        if (depth == kBlock && valid == kBlock && job.w_col_stride == 1) {
+          at::vec::transpose_mxn<Acc, kBlock, kBlock>(job.w + (column + c) * job.w_row_stride + i, job.w_row_stride,
+                                                      panel + i * width + c, width);
+          continue;
+        }
+      }
       for (int64_t n = 0; n < valid; ++n) {
         load_row(job.w + (column + c + n) * job.w_row_stride + i * job.w_col_stride, job.w_col_stride, depth,
                  block + n * kBlock);
