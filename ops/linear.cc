@@ -83,7 +83,7 @@ constexpr const char* kLinear = "ikbo::linear";
 template <typename T, typename Out>
 cpu::RowLinear<T, Out> product(const at::Tensor& x, const at::Tensor& w, Out* out, int64_t out_row_stride) {
   return {.x = x.const_data_ptr<T>(),
-          .x_row_stride = x.stride(0),
+          .x_row_stride = x.size(1) == 0 ? 0 : x.stride(0),  // an empty tensor has no address to step from
           .x_col_stride = x.stride(1),
           .batch = x.size(0),
           .k = x.size(1),

@@ -6,11 +6,13 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/gelu_backward.h>
 #include <ATen/ops/mm.h>
+#include <ATen/ops/ones.h>
 #include <ATen/ops/sigmoid_backward.h>
 #include <ATen/ops/silu_backward.h>
 #include <ATen/ops/tanh_backward.h>
 #include <ATen/ops/tensor.h>
 #include <ATen/ops/threshold_backward.h>
+#include <ATen/ops/where.h>
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -172,8 +174,12 @@ std::vector<at::Tensor> differentiable_linear_backward(const at::Tensor& grad, c
   const at::Tensor x_cand = tensors.x_cand.to(sums);
   const at::Tensor w_cand = tensors.w_cand.to(sums);
   std::vector<at::Tensor> x, w;
+  const at::Tensor ones = at::ones_symint({x_cand.sym_size(0), 1}, x_cand.options());
   for (size_t t = 0; t < terms; ++t) {
-    x.push_back(tensors.x_bcast[t].to(sums));
+    // Rows nobody looks up become zeros, so that whatever they hold stays out of the products.
+    const auto rows = tensors.x_bcast[t].sym_size(0);
+    const at::Tensor used = broadcast_backward.call(ones, tensors.index[t], rows) > 0;
+    x.push_back(at::where(used, tensors.x_bcast[t].to(sums), 0));
     w.push_back(tensors.w_bcast[t].to(sums));
   }
 

@@ -11,7 +11,7 @@ namespace ikbo {
 /// Candidates in user order: those of user u stand at [begin[u], begin[u + 1]) of `candidate`, ascending.
 struct CandidatesByUser {
   std::vector<int64_t> begin;      // (num_users + 1)
-  std::vector<int32_t> candidate;  // (B_cand)
+  std::vector<int64_t> candidate;  // (B_cand)
 };
 
 /// Sorts candidates by user in linear time. `candidate_to_user` is a contiguous int32 CPU tensor of valid values.
