@@ -6,6 +6,8 @@
 
 #include <cerrno>
 #include <cstring>
+#include <ios>
+#include <set>
 #include <system_error>
 #include <tuple>
 #include <utility>
@@ -199,6 +201,9 @@ void write_file(const Archive& archive, const fs::path& file, const std::string&
   } catch (const c10::Error& e) {
     const int error = errno;
     fail("{}: cannot be written: {}", name, error != 0 ? std::strerror(error) : first_line(e));
+  } catch (const std::ios_base::failure& e) {  // PyTorch's writer lets its stream's errors through
+    const int error = errno;
+    fail("{}: cannot be written: {}", name, error != 0 ? std::strerror(error) : e.what());
   } catch (const nlohmann::json::exception& e) {
     fail("{}: the program cannot be written: {}", name, e.what());
   } catch (const Error& e) {
