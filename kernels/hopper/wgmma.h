@@ -1,0 +1,61 @@
+// The warpgroup matrix multiply, one function an instruction.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "kernels/hopper/mbarrier.h"
+
+namespace ikbo::hopper {
+
+// Orders accesses to accumulator registers and shared memory before the multiplies that follow.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
+__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-commit-group
+__device__ inline void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
+template <int PENDING>
+__device__ inline void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// Keeps the compiler from moving accesses to an accumulator across this line.
+template <int COUNT>
+__device__ inline void pin_registers(float (&registers)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) {
+    asm volatile("" : "+f"(registers[i])::"memory");
+  }
+}
+
+// An operand tile in shared memory whose rows are 128 bytes, 128-byte swizzled, eight rows of 1024 bytes to an atom that
+// lies on a multiple of 1024. It serves a K-major operand (rows along M or N, 64 elements of K in a row) and an MN-major
+// one of 64 elements (rows along K): in both, atoms follow each other along the rows, 1024 bytes apart.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
+__device__ inline uint64_t swizzled_descriptor(const void* tile) {
+  constexpr uint64_t kStrideBytes = 1024;   // from one atom to the next along the rows
+  constexpr uint64_t kLeadingBytes = 16;    // unused: an atom holds all of the other dimension
+  constexpr uint64_t kSwizzle128 = 1;
+  return (static_cast<uint64_t>(shared_address(tile)) & 0x3ffff) >> 4 | kLeadingBytes >> 4 << 16 |
+         kStrideBytes >> 4 << 32 | kSwizzle128 << 62;
+}
+
+// What to add to a descriptor to move its start by `bytes`.
+__host__ __device__ constexpr uint64_t descriptor_offset(uint64_t bytes) { return bytes >> 4; }
+
+// d (64, N) {+}= a (64, 16) b (16, N) over one warpgroup: a MN-major, b K-major, both in shared memory, sums in fp32.
+// Thread t of the warpgroup, with warp = t / 32 and lane = t % 32, holds in d[4 j + 2 h + c] the element of
+// row 16 warp + 8 h + lane / 4 and column 8 j + 2 (lane % 4) + c.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-mma
+template <typename T, int N>
+struct Wgmma;
+
+#include "kernels/hopper/wgmma_shapes.inc"
+
+}  // namespace ikbo::hopper

@@ -1,0 +1,370 @@
+#include "kernels/linear_compression.h"
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <limits>
+#include <stdexcept>
+#include <string>
+
+#include "kernels/linear_compression_launch.h"
+#include "kernels/linear_compression_params.h"
+
+namespace ikbo::kernels {
+namespace {
+
+constexpr int64_t kBlockK = 64;
+constexpr int64_t kInstructionK = 16;
+constexpr int64_t kBoxRowsOfE = 64;
+constexpr int64_t kWarpgroups = 2;
+constexpr int64_t kAlignedElements = 8;  // 16 bytes, what the copy engine wants of addresses and strides
+constexpr size_t kSectionAlignment = 256;
+
+int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_divide(a, b) * b; }
+
+[[noreturn]] void reject(const std::string& what) { throw std::invalid_argument("linear_compression: " + what); }
+
+void require(bool condition, const std::string& what) {
+  if (!condition) {
+    reject(what);
+  }
+}
+
+void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("linear_compression: ") + what + ": " + cudaGetErrorString(error));
+  }
+}
+
+bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+
+bool needs_copy_of_w(const LinearCompressionTerm& term) {
+  return term.k > 0 && (!aligned(term.w) || term.w_row_stride % kAlignedElements != 0);
+}
+
+bool needs_copy_of_e(const LinearCompressionTerm& term) {
+  return term.k > 0 && term.rows > 0 &&
+         (!aligned(term.e) || term.e_row_stride % kAlignedElements != 0 ||
+          (term.rows > 1 && term.e_batch_stride % kAlignedElements != 0));
+}
+
+void check_term(const LinearCompressionProblem& problem, const LinearCompressionTerm& term, const std::string& name) {
+  require(term.rows >= 0 && term.k >= 0, name + " has a negative size");
+  require(term.rows <= std::numeric_limits<int32_t>::max() && term.k <= std::numeric_limits<int32_t>::max(),
+          name + " has a size of 2^31 or more");
+  if (term.k > 0) {
+    require(term.w != nullptr, name + ".w is null");
+    require(term.w_row_stride >= term.k, name + ".w_row_stride is " + std::to_string(term.w_row_stride) +
+                                             ", less than its k of " + std::to_string(term.k));
+    if (term.rows > 0) {
+      require(term.e != nullptr, name + ".e is null");
+      require(term.e_row_stride >= problem.n, name + ".e_row_stride is " + std::to_string(term.e_row_stride) +
+                                                  ", less than n of " + std::to_string(problem.n));
+      require(term.e_batch_stride >= 0, name + ".e_batch_stride is negative");
+    }
+  }
+  const int64_t blocks = ceil_divide(problem.n, kColumnsPerWarpgroup);
+  require(term.rows * blocks <= std::numeric_limits<int32_t>::max() - 8,
+          name + " has 2^31 or more blocks of 64 columns");
+}
+
+void check_problem(const LinearCompressionProblem& problem) {
+  require(problem.batch >= 0 && problem.m >= 0 && problem.n >= 0, "batch, m and n cannot be negative");
+  require(problem.m <= std::numeric_limits<int32_t>::max() && problem.n <= std::numeric_limits<int32_t>::max(),
+          "m and n must be less than 2^31");
+  require(problem.type == ScalarType::kFloat16 || problem.type == ScalarType::kBFloat16,
+          "type must be kFloat16 or kBFloat16");
+  require(problem.out_type == problem.type || problem.out_type == ScalarType::kFloat32,
+          "out_type must be type or kFloat32");
+  require(problem.broadcast.size() <= kMaxBroadcastTerms,
+          "at most " + std::to_string(kMaxBroadcastTerms) + " broadcast terms, not " +
+              std::to_string(problem.broadcast.size()));
+  require(problem.candidate.rows == problem.batch, "candidate.rows is " + std::to_string(problem.candidate.rows) +
+                                                       " but batch is " + std::to_string(problem.batch));
+  check_term(problem, problem.candidate, "candidate");
+  for (size_t i = 0; i < problem.broadcast.size(); ++i) {
+    const std::string name = "broadcast[" + std::to_string(i) + "]";
+    check_term(problem, problem.broadcast[i], name);
+    require(problem.broadcast[i].index != nullptr || problem.batch == 0, name + ".index is null");
+  }
+}
+
+void check_config(const LinearCompressionConfig& config) {
+  const auto& sizes = linear_compression_block_sizes();
+  require(std::find(sizes.begin(), sizes.end(), config.block_m) != sizes.end(),
+          "no kernel for block_m " + std::to_string(config.block_m));
+  require((config.share_w == 1 || config.share_w == 2) && (config.share_e == 1 || config.share_e == config.share_w),
+          "share_w must be 1 or 2, and share_e 1 or the same");
+  require(config.ctas >= config.cluster() && config.ctas % config.cluster() == 0,
+          "ctas must be a positive multiple of share_w * share_e");
+}
+
+// Where everything lies in the workspace, in bytes.
+struct WorkspacePlan {
+  int64_t units = 0;
+  size_t flags = 0;
+  size_t partial_sums = 0;
+  std::vector<size_t> w_copies;  // one entry a term, the candidate last; used where a copy is needed
+  std::vector<size_t> e_copies;
+  size_t bytes = 0;
+};
+
+std::vector<const LinearCompressionTerm*> terms_of(const LinearCompressionProblem& problem) {
+  std::vector<const LinearCompressionTerm*> terms;
+  for (const LinearCompressionTerm& term : problem.broadcast) {
+    terms.push_back(&term);
+  }
+  terms.push_back(&problem.candidate);
+  return terms;
+}
+
+WorkspacePlan plan_workspace(const LinearCompressionProblem& problem, const LinearCompressionConfig& config) {
+  WorkspacePlan plan;
+  size_t end = 0;
+  const auto reserve = [&](int64_t bytes) {
+    const size_t begin = end;
+    end += round_up(bytes, kSectionAlignment);
+    return begin;
+  };
+  const int64_t column_blocks = ceil_divide(problem.n, kColumnsPerWarpgroup);
+  for (const LinearCompressionTerm& term : problem.broadcast) {
+    plan.units += term.rows * column_blocks * ceil_divide(problem.m, config.block_m);
+  }
+  reserve(sizeof(uint64_t));  // the tickets are first
+  plan.flags = reserve(plan.units * static_cast<int64_t>(sizeof(uint64_t)));
+  // The kernel reads the first unit in place of a missing one.
+  plan.partial_sums = reserve(std::max<int64_t>(plan.units, 1) * config.block_m * kColumnsPerWarpgroup *
+                              static_cast<int64_t>(sizeof(float)));
+  for (const LinearCompressionTerm* term : terms_of(problem)) {
+    constexpr int64_t kElementBytes = 2;
+    plan.w_copies.push_back(
+        reserve(needs_copy_of_w(*term) ? problem.m * round_up(term->k, kAlignedElements) * kElementBytes : 0));
+    plan.e_copies.push_back(reserve(
+        needs_copy_of_e(*term) ? term->rows * term->k * round_up(problem.n, kAlignedElements) * kElementBytes : 0));
+  }
+  plan.bytes = end;
+  return plan;
+}
+
+// Copies (batch, rows, columns) of 16-bit elements to rows that the copy engine can address.
+__global__ void align_rows_kernel(const uint16_t* from, int64_t from_batch_stride, int64_t from_row_stride, uint16_t* to,
+                                  int64_t to_row_stride, int64_t batch, int64_t rows, int64_t columns) {
+  const int64_t total_rows = batch * rows;
+  for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < total_rows;
+       row += int64_t{gridDim.x} * blockDim.y) {
+    const uint16_t* source = from + row / rows * from_batch_stride + row % rows * from_row_stride;
+    uint16_t* destination = to + row * to_row_stride;
+    for (int64_t column = threadIdx.x; column < columns; column += blockDim.x) {
+      destination[column] = source[column];
+    }
+  }
+}
+
+void align_rows(const void* from, int64_t from_batch_stride, int64_t from_row_stride, void* to, int64_t to_row_stride,
+                int64_t batch, int64_t rows, int64_t columns, int multiprocessors, cudaStream_t stream) {
+  const dim3 threads(64, 8);
+  const int64_t blocks = std::clamp<int64_t>(ceil_divide(batch * rows, threads.y), 1, int64_t{multiprocessors} * 8);
+  align_rows_kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
+      static_cast<const uint16_t*>(from), from_batch_stride, from_row_stride, static_cast<uint16_t*>(to), to_row_stride,
+      batch, rows, columns);
+  check(cudaGetLastError(), "cannot launch the copy to aligned rows");
+}
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+EncodeTiled encode_tiled() {
+  static const EncodeTiled function = [] {
+    void* address = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &result),
+          "cannot look up cuTensorMapEncodeTiled");
+    if (result != cudaDriverEntryPointSuccess) {
+      throw std::runtime_error("linear_compression: the driver has no cuTensorMapEncodeTiled");
+    }
+    return reinterpret_cast<EncodeTiled>(address);
+  }();
+  return function;
+}
+
+// A map of rank sizes.size() whose boxes have rows of 128 bytes, 128-byte swizzled; sizes and box innermost first,
+// strides in elements of the dimensions after the first. What lies outside is read as zero and not written.
+CUtensorMap tensor_map(const void* pointer, ScalarType type, std::vector<cuuint64_t> sizes,
+                       const std::vector<int64_t>& strides, std::vector<cuuint32_t> box, const char* name) {
+  CUtensorMap map{};
+  std::vector<cuuint64_t> byte_strides;
+  for (const int64_t stride : strides) {
+    byte_strides.push_back(static_cast<cuuint64_t>(stride) * 2);
+  }
+  const std::vector<cuuint32_t> element_strides(sizes.size(), 1);
+  const CUresult result = encode_tiled()(
+      &map, type == ScalarType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+      static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(pointer), sizes.data(), byte_strides.data(), box.data(),
+      element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    throw std::runtime_error(std::string("linear_compression: no tensor map for ") + name + ", driver error " +
+                             std::to_string(static_cast<int>(result)));
+  }
+  return map;
+}
+
+void launch(const LinearCompressionParams& params, ScalarType type, const LinearCompressionConfig& config,
+            cudaStream_t stream) {
+  cudaError_t error = cudaErrorInvalidValue;
+  switch (config.block_m) {
+#define IKBO_CASE(BLOCK_M)                                                                              \
+  case BLOCK_M:                                                                                         \
+    error = launch_linear_compression_##BLOCK_M(params, type, config, stream);     \
+    break;
+    IKBO_LINEAR_COMPRESSION_BLOCKS(IKBO_CASE)
+#undef IKBO_CASE
+  }
+  check(error, "cannot launch");
+}
+
+int multiprocessors_of_current_device() {
+  int device = 0;
+  int count = 0;
+  check(cudaGetDevice(&device), "no current device");
+  check(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "cannot count multiprocessors");
+  return count;
+}
+
+}  // namespace
+
+LinearCompressionShape shape_of(const LinearCompressionProblem& problem) {
+  LinearCompressionShape shape{problem.batch, problem.m, problem.n, problem.candidate.k, {}, {}};
+  for (const LinearCompressionTerm& term : problem.broadcast) {
+    shape.rows_broadcast.push_back(term.rows);
+    shape.k_broadcast.push_back(term.k);
+  }
+  return shape;
+}
+
+LinearCompressionConfig choose_linear_compression_config(const LinearCompressionProblem& problem) {
+  check_problem(problem);
+  return choose_linear_compression_config(shape_of(problem), multiprocessors_of_current_device());
+}
+
+size_t linear_compression_workspace_bytes(const LinearCompressionProblem& problem,
+                                          const LinearCompressionConfig& config) {
+  check_problem(problem);
+  check_config(config);
+  return plan_workspace(problem, config).bytes;
+}
+
+void linear_compression(const LinearCompressionProblem& problem, const LinearCompressionConfig& config, void* workspace,
+                        size_t workspace_bytes, LinearCompressionStage stage, cudaStream_t stream) {
+  check_problem(problem);
+  check_config(config);
+  if (problem.batch == 0 || problem.m == 0 || problem.n == 0) {
+    return;
+  }
+  require(problem.out != nullptr, "out is null");
+  const WorkspacePlan plan = plan_workspace(problem, config);
+  require(workspace != nullptr && reinterpret_cast<uintptr_t>(workspace) % kSectionAlignment == 0,
+          "the workspace must be aligned to 256 bytes");
+  require(workspace_bytes >= plan.bytes, "the workspace has " + std::to_string(workspace_bytes) + " bytes, not the " +
+                                             std::to_string(plan.bytes) + " needed");
+  const int multiprocessors = multiprocessors_of_current_device();
+  auto* const base = static_cast<uint8_t*>(workspace);
+
+  LinearCompressionParams params{};
+  params.broadcast_terms = static_cast<int32_t>(problem.broadcast.size());
+  params.column_blocks = static_cast<int32_t>(ceil_divide(problem.n, kColumnsPerWarpgroup));
+  params.m_tiles = static_cast<int32_t>(ceil_divide(problem.m, config.block_m));
+  params.m_groups = static_cast<int32_t>(ceil_divide(params.m_tiles, config.share_e));
+  params.m = problem.m;
+  params.n = problem.n;
+  params.out_pointer = problem.out;
+  params.out_is_float32 = problem.out_type == ScalarType::kFloat32;
+  params.store_by_copy_engine =
+      !params.out_is_float32 && problem.n % kAlignedElements == 0 && aligned(problem.out);
+  params.tickets = reinterpret_cast<uint64_t*>(base);
+  params.flags = reinterpret_cast<uint64_t*>(base + plan.flags);
+  params.units = plan.units;
+  params.partial_sums = reinterpret_cast<float*>(base + plan.partial_sums);
+
+  const auto unsigned_size = [](int64_t size) { return static_cast<cuuint64_t>(size); };
+  int64_t tiles = 0;
+  int64_t units = 0;
+  const auto terms = terms_of(problem);
+  for (size_t i = 0; i < terms.size(); ++i) {
+    const LinearCompressionTerm& term = *terms[i];
+    LinearCompressionTermParams& out = params.terms[i];
+    const int64_t blocks = term.rows * params.column_blocks;
+    tiles += ceil_divide(blocks, kWarpgroups * config.share_w) * params.m_groups;
+    require(tiles < std::numeric_limits<int32_t>::max() - 2 * int64_t{config.ctas}, "2^31 or more tiles of work");
+    out.tile_end = static_cast<int32_t>(tiles);
+    out.whole_steps = static_cast<int32_t>(term.k / kBlockK);
+    out.tail_instructions = static_cast<int32_t>(ceil_divide(term.k % kBlockK, kInstructionK));
+    out.rows = static_cast<int32_t>(term.rows);
+    out.blocks = static_cast<int32_t>(blocks);
+    out.unit_begin = units;
+    out.index = term.index;
+    out.has_maps = term.k > 0 && term.rows > 0;
+    units += i + 1 < terms.size() ? blocks * params.m_tiles : 0;
+    if (!out.has_maps) {
+      continue;
+    }
+    const void* w = term.w;
+    int64_t w_row_stride = term.w_row_stride;
+    if (needs_copy_of_w(term)) {
+      void* copy = base + plan.w_copies[i];
+      align_rows(w, 0, w_row_stride, copy, round_up(term.k, kAlignedElements), 1, problem.m, term.k, multiprocessors,
+                 stream);
+      w = copy;
+      w_row_stride = round_up(term.k, kAlignedElements);
+    }
+    const void* e = term.e;
+    int64_t e_row_stride = term.e_row_stride;
+    int64_t e_batch_stride = term.e_batch_stride;
+    if (needs_copy_of_e(term)) {
+      void* copy = base + plan.e_copies[i];
+      align_rows(e, e_batch_stride, e_row_stride, copy, round_up(problem.n, kAlignedElements), term.rows, term.k,
+                 problem.n, multiprocessors, stream);
+      e = copy;
+      e_row_stride = round_up(problem.n, kAlignedElements);
+      e_batch_stride = term.k * e_row_stride;
+    }
+    if (term.rows == 1) {
+      e_batch_stride = round_up(term.k * e_row_stride, kAlignedElements);  // not used, but must be a legal stride
+    }
+    params.w[i] = tensor_map(w, problem.type, {unsigned_size(term.k), unsigned_size(problem.m)}, {w_row_stride},
+                             {static_cast<cuuint32_t>(kBlockK), static_cast<cuuint32_t>(config.block_m / config.share_w)},
+                             "w");
+    params.e[i] = tensor_map(
+        e, problem.type, {unsigned_size(problem.n), unsigned_size(term.k), unsigned_size(term.rows)},
+        {e_row_stride, e_batch_stride},
+        {static_cast<cuuint32_t>(kColumnsPerWarpgroup), static_cast<cuuint32_t>(kBoxRowsOfE), 1}, "e");
+  }
+  if (params.store_by_copy_engine) {
+    params.out = tensor_map(problem.out, problem.type,
+                            {unsigned_size(problem.n), unsigned_size(problem.m), unsigned_size(problem.batch)},
+                            {problem.n, problem.m * problem.n},
+                            {static_cast<cuuint32_t>(kColumnsPerWarpgroup),
+                             static_cast<cuuint32_t>(out_rows(config.block_m)), 1},
+                            "out");
+  }
+
+  const int32_t all_tiles = static_cast<int32_t>(tiles);
+  const int32_t broadcast_tiles = params.broadcast_terms == 0 ? 0 : params.terms[params.broadcast_terms - 1].tile_end;
+  if (stage == LinearCompressionStage::kFusedWs) {
+    params.tile_begin = 0;
+    params.tile_end = all_tiles;
+    params.use_flags = broadcast_tiles > 0;
+    launch(params, problem.type, config, stream);
+    return;
+  }
+  if (broadcast_tiles > 0) {
+    params.tile_begin = 0;
+    params.tile_end = broadcast_tiles;
+    launch(params, problem.type, config, stream);
+  }
+  params.tile_begin = broadcast_tiles;
+  params.tile_end = all_tiles;
+  launch(params, problem.type, config, stream);
+}
+
+}  // namespace ikbo::kernels

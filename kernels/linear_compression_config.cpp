@@ -1,0 +1,90 @@
+#include "kernels/linear_compression_config.h"
+
+#include <algorithm>
+#include <stdexcept>
+#include <utility>
+
+#include "kernels/linear_compression_blocks.h"
+
+namespace ikbo::kernels {
+namespace {
+
+constexpr int64_t kWarpgroups = 2;  // that multiply, a CTA
+constexpr int64_t kBlockK = 64;
+
+int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+int64_t tiles_of(const LinearCompressionShape& shape, int64_t rows, const LinearCompressionConfig& config) {
+  const int64_t blocks = rows * ceil_divide(shape.n, kColumnsPerWarpgroup);
+  return ceil_divide(blocks, kWarpgroups * config.share_w) *
+         ceil_divide(ceil_divide(shape.m, config.block_m), config.share_e);
+}
+
+// Cycles of one tile: two warpgroups take turns on tensor cores that need block_m / 2 cycles for 16 of K and 64 columns.
+// The constants are what the main shape and small batches showed on an H200.
+double tile_cycles(int64_t k, int block_m) {
+  constexpr double kStepFloor = 300;  // barrier, issue and latency of one step of 64
+  constexpr double kEpilogue = 700;
+  const double step = std::max<double>(kStepFloor, 4.0 * block_m);
+  return static_cast<double>(ceil_divide(k, kBlockK)) * step + kEpilogue + 2.0 * block_m;
+}
+
+}  // namespace
+
+const std::vector<int>& linear_compression_block_sizes() {
+#define IKBO_SIZE(BLOCK_M) BLOCK_M,
+  static const std::vector<int> sizes = {IKBO_LINEAR_COMPRESSION_BLOCKS(IKBO_SIZE)};
+#undef IKBO_SIZE
+  return sizes;
+}
+
+std::vector<LinearCompressionConfig> legal_linear_compression_configs(const LinearCompressionShape& shape,
+                                                                      int multiprocessors) {
+  if (multiprocessors < 1) {
+    throw std::invalid_argument("linear_compression: a device has at least one multiprocessor");
+  }
+  std::vector<LinearCompressionConfig> configs;
+  for (const int block_m : linear_compression_block_sizes()) {
+    for (const auto& [share_w, share_e] : {std::pair(1, 1), std::pair(2, 1), std::pair(2, 2)}) {
+      LinearCompressionConfig config{block_m, share_w, share_e, 0};
+      if (config.cluster() > multiprocessors) {
+        continue;
+      }
+      int64_t tiles = tiles_of(shape, shape.batch, config);
+      for (const int64_t rows : shape.rows_broadcast) {
+        tiles += tiles_of(shape, rows, config);
+      }
+      config.ctas = static_cast<int>(std::clamp<int64_t>(tiles, 1, multiprocessors / config.cluster())) *
+                    config.cluster();
+      configs.push_back(config);
+    }
+  }
+  return configs;
+}
+
+double modelled_cycles(const LinearCompressionShape& shape, const LinearCompressionConfig& config) {
+  const double clusters = config.ctas / config.cluster();
+  const double candidate_tiles = static_cast<double>(tiles_of(shape, shape.batch, config));
+  const double candidate_cycles = tile_cycles(shape.k_candidate, config.block_m);
+  double broadcast_work = 0;
+  double longest_broadcast = 0;
+  for (size_t i = 0; i < shape.rows_broadcast.size(); ++i) {
+    const double cycles = tile_cycles(shape.k_broadcast[i], config.block_m);
+    broadcast_work += static_cast<double>(tiles_of(shape, shape.rows_broadcast[i], config)) * cycles;
+    longest_broadcast = std::max(longest_broadcast, cycles);
+  }
+  // Whole tiles are dealt to clusters as these get free, so the last ones end up to a tile apart.
+  const double even = (broadcast_work + candidate_tiles * candidate_cycles) / clusters;
+  const double work = even + 0.5 * candidate_cycles * (candidate_tiles > clusters ? 1 : 0);
+  const double multicast_gain = config.share_e > 1 ? 1.0 : config.share_w > 1 ? 1.1 : 1.3;
+  return multicast_gain * std::max(work, std::max(candidate_cycles, longest_broadcast));
+}
+
+LinearCompressionConfig choose_linear_compression_config(const LinearCompressionShape& shape, int multiprocessors) {
+  const auto configs = legal_linear_compression_configs(shape, multiprocessors);
+  return *std::min_element(configs.begin(), configs.end(), [&](const auto& a, const auto& b) {
+    return modelled_cycles(shape, a) < modelled_cycles(shape, b);
+  });
+}
+
+}  // namespace ikbo::kernels
