@@ -33,10 +33,13 @@ build() {
 
 # The specification is long: its beginning shows what it is.
 spec_head() {
-  local lines=24 text
+  local shown=24 text more
   text=$(show "$IKBO" spec "$DEMO/din.ikbo.pt2")
-  head -n "$lines" <<<"$text"
-  note "... $(($(wc -l <<<"$text") - lines)) more lines: $IKBO spec $DEMO/din.ikbo.pt2"
+  head -n "$shown" <<<"$text"
+  more=$(($(wc -l <<<"$text") - shown))
+  if ((more > 0)); then
+    note "... and $more lines more"
+  fi
 }
 
 main() {
