@@ -31,7 +31,9 @@ def _find_library() -> Path:
         if not Path(named).is_file():
             raise ImportError(f"ikbo: IKBO_LIBRARY names {named}, which is not a file")
         return Path(named).resolve()
-    builds = sorted(package.parents[1].glob(f"build/*/ops/{_LIBRARY}"), key=lambda path: path.stat().st_mtime)
+    # A library built with the sanitizers ends any process that was not started with their runtime.
+    builds = [path for path in package.parents[1].glob(f"build/*/ops/{_LIBRARY}") if "sanitize" not in path.parts[-3]]
+    builds.sort(key=lambda path: path.stat().st_mtime)
     if not builds:
         raise ImportError(
             f"ikbo: {_LIBRARY} was not found beside {package}, in build/*/ops of {package.parents[1]} or through "
