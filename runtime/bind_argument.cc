@@ -32,7 +32,9 @@ c10::TypePtr strip_optional(c10::TypePtr type) {
 class Binder {
  public:
   Binder(c10::TypePtr type, const Bindings& bindings, const PlanOptions& options)
-      : type_(strip_optional(type)), optional_(type->kind() == TypeKind::OptionalType), bindings_(bindings),
+      : type_(strip_optional(type)),
+        optional_(type->kind() == TypeKind::OptionalType),
+        bindings_(bindings),
         options_(options) {
     if (type_->kind() == TypeKind::ListType) element_ = type_->castRaw<c10::ListType>()->getElementType();
   }
@@ -117,9 +119,7 @@ class Binder {
     return constant(c10::List<double>(values));
   }
   Source operator()(const std::string& v) const { return constant(v); }
-  Source operator()(const std::vector<std::string>& values) const {
-    return constant(c10::List<std::string>(values));
-  }
+  Source operator()(const std::vector<std::string>& values) const { return constant(c10::List<std::string>(values)); }
   Source operator()(const graph::DTypeArg& a) const {
     at::ScalarType type = graph::scalar_type(a.dtype);
     if (options_.float64 && graph::is_floating(a.dtype)) type = at::kDouble;

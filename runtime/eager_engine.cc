@@ -24,7 +24,9 @@ using c10::IValue;
 using torch::jit::Stack;
 using Slots = std::vector<IValue>;
 
-std::string first_line(const std::string& text) { return text.substr(0, text.find('\n')); }
+std::string first_line(const std::string& text) {
+  return text.substr(0, text.find('\n'));
+}
 
 c10::Device parse_device(const std::string& name) {
   try {
@@ -131,8 +133,10 @@ void collect_storages(const IValue& value, std::vector<const c10::StorageImpl*>&
 class EagerEngine final : public Engine {
  public:
   EagerEngine(const graph::Archive& archive, const EngineOptions& options)
-      : device_(parse_device(options.device)), float64_(options.float64),
-        plan_(make_plan(archive, {device_, float64_})), checks_(archive.program, device_, float64_),
+      : device_(parse_device(options.device)),
+        float64_(options.float64),
+        plan_(make_plan(archive, {device_, float64_})),
+        checks_(archive.program, device_, float64_),
         budget_(options.threads, options.concurrent) {}
 
   std::vector<at::Tensor> run(std::span<const at::Tensor> inputs) const override {
@@ -193,8 +197,7 @@ class EagerEngine final : public Engine {
       const bool promote = float64_ && at::isFloatingType(inputs[i].scalar_type());
       // An operator may ask for float64 of a tensor that has it already and get the caller's own back: nothing here
       // writes into it, since inputs that the graph writes into are copied below.
-      slots[static_cast<std::size_t>(slot)] =
-          inference_alias(promote ? inputs[i].to(at::kDouble) : inputs[i]);
+      slots[static_cast<std::size_t>(slot)] = inference_alias(promote ? inputs[i].to(at::kDouble) : inputs[i]);
     }
     for (const CopiedInput& copy : plan_.copies) {
       if (copy.slot < 0) continue;

@@ -1,7 +1,6 @@
 #include "runtime/input_checks.h"
 
 #include <c10/core/Device.h>
-
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -59,8 +58,9 @@ void InputChecks::bind(int symbol, std::int64_t size, int input, int dim, std::v
   const std::string& name = inputs_[static_cast<std::size_t>(input)].name;
   if (b.value >= 0) {
     if (b.value == size) return;
-    fail("input '{}' has size {} in dimension {}, but input '{}' has {} in dimension {}, and the model needs them equal",
-         name, size, dim, inputs_[static_cast<std::size_t>(b.input)].name, b.value, b.dim);
+    fail(
+        "input '{}' has size {} in dimension {}, but input '{}' has {} in dimension {}, and the model needs them equal",
+        name, size, dim, inputs_[static_cast<std::size_t>(b.input)].name, b.value, b.dim);
   }
   // A lower bound of up to 2 comes from how torch.export tells sizes 0 and 1 apart while it traces; the graph holds for
   // them, and ExportedProgram.module() lets them pass too.

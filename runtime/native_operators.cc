@@ -22,7 +22,9 @@ IValue pop(Stack& stack) {
   return value;
 }
 
-bool integral(const IValue& v) { return v.isInt() || v.isBool(); }
+bool integral(const IValue& v) {
+  return v.isInt() || v.isBool();
+}
 
 std::int64_t to_int(const IValue& v) {
   if (v.isInt()) return v.toInt();
@@ -186,8 +188,12 @@ void square_root(Stack& stack) {
   stack.emplace_back(std::sqrt(a));
 }
 
-void logical_not(Stack& stack) { stack.emplace_back(!to_bool(pop(stack))); }
-void as_float(Stack& stack) { stack.emplace_back(to_double(pop(stack))); }
+void logical_not(Stack& stack) {
+  stack.emplace_back(!to_bool(pop(stack)));
+}
+void as_float(Stack& stack) {
+  stack.emplace_back(to_double(pop(stack)));
+}
 
 void if_then_else(Stack& stack) {
   IValue no = pop(stack);

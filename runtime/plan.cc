@@ -3,7 +3,6 @@
 #include <ATen/core/function_schema.h>
 #include <ATen/ops/empty.h>
 #include <c10/core/InferenceMode.h>
-
 #include <fmt/ranges.h>
 
 #include <algorithm>
@@ -18,7 +17,9 @@ namespace {
 using c10::IValue;
 using graph::Node;
 
-bool starts_with(const std::string& text, const std::string& prefix) { return text.rfind(prefix, 0) == 0; }
+bool starts_with(const std::string& text, const std::string& prefix) {
+  return text.rfind(prefix, 0) == 0;
+}
 
 std::string node_label(const Node& node) {
   const std::vector<std::string> outputs = graph::output_names(node);
@@ -42,9 +43,10 @@ c10::OperatorHandle resolve(const Node& node) {
   if (overload == "default") overload.clear();
   auto op = c10::Dispatcher::singleton().findSchema({name, overload});
   if (!op) {
-    fail("{}: no such operator in PyTorch's C++ library; an operator defined in Python or in another library cannot "
-         "run here",
-         node_label(node));
+    fail(
+        "{}: no such operator in PyTorch's C++ library; an operator defined in Python or in another library cannot "
+        "run here",
+        node_label(node));
   }
   return *op;
 }
@@ -120,9 +122,9 @@ class Planner {
     const bool promote = options_.float64 && at::isFloatingType(tensor.scalar_type());
     if (!promote && options_.device.is_cpu()) return inference_alias(tensor);
     // Tied weights are converted once.
-    const std::string key = fmt::format("{} {} {} {}", static_cast<const void*>(weight.storage.get()),
-                                        fmt::join(tensor.sizes(), ","), fmt::join(tensor.strides(), ","),
-                                        tensor.storage_offset());
+    const std::string key =
+        fmt::format("{} {} {} {}", static_cast<const void*>(weight.storage.get()), fmt::join(tensor.sizes(), ","),
+                    fmt::join(tensor.strides(), ","), tensor.storage_offset());
     at::Tensor& converted = converted_[key];
     if (!converted.defined()) {
       converted = tensor.to(options_.device, promote ? at::kDouble : tensor.scalar_type());
@@ -190,8 +192,9 @@ class Planner {
 
   void add_step(const Node& node) {
     Step step;
-    step.node = node.name.empty() && !node.outputs.empty() ? fmt::format("{}", fmt::join(graph::output_names(node), ","))
-                                                           : node.name;
+    step.node = node.name.empty() && !node.outputs.empty()
+                    ? fmt::format("{}", fmt::join(graph::output_names(node), ","))
+                    : node.name;
     step.target = node.target;
     step.native = find_native_operator(node.target);
     try {
@@ -333,14 +336,16 @@ class Planner {
 at::Tensor inference_alias(const at::Tensor& tensor) {
   const c10::InferenceMode inference;
   // `key_set` without the autograd keys is what an inference tensor has; the constructor drops them in this mode.
-  at::Tensor alias = at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), tensor.key_set(),
-                                                              tensor.dtype());
+  at::Tensor alias =
+      at::detail::make_tensor<c10::TensorImpl>(c10::Storage(tensor.storage()), tensor.key_set(), tensor.dtype());
   auto* impl = alias.unsafeGetTensorImpl();
   impl->set_storage_offset(tensor.storage_offset());
   impl->set_sizes_and_strides(tensor.sizes(), tensor.strides());
   return alias;
 }
 
-Plan make_plan(const graph::Archive& archive, const PlanOptions& options) { return Planner(archive, options).make(); }
+Plan make_plan(const graph::Archive& archive, const PlanOptions& options) {
+  return Planner(archive, options).make();
+}
 
 }  // namespace ikbo::runtime

@@ -1,0 +1,23 @@
+#pragma once
+
+#include <CLI/CLI.hpp>
+#include <functional>
+
+namespace ikbo::cli {
+
+constexpr int kFine = 0;
+constexpr int kCheckFailed = 1;
+constexpr int kBadInput = 2;
+
+/// What the chosen command does; its result is the exit code.
+using Action = std::function<int()>;
+
+// Each adds its command with its options to `app`, and sets `action` where the command was chosen.
+void add_inspect(CLI::App& app, Action& action);
+void add_transform(CLI::App& app, Action& action);
+void add_verify(CLI::App& app, Action& action);
+void add_spec(CLI::App& app, Action& action);
+void add_score(CLI::App& app, Action& action);
+void add_bench(CLI::App& app, Action& action);
+
+}  // namespace ikbo::cli

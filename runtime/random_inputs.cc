@@ -1,0 +1,125 @@
+#include "runtime/random_inputs.h"
+
+#include <ATen/ops/aminmax.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "graph/error.h"
+
+namespace ikbo::runtime {
+
+using graph::Side;
+
+RandomInputs::RandomInputs(const graph::Archive& transformed, const graph::Specification& specification,
+                           std::uint64_t seed)
+    : layout_(transformed.program, specification),
+      ids_(find_id_ranges(transformed.program)),
+      user_symbol_(specification.user_symbol),
+      candidate_symbol_(specification.candidate_symbol),
+      random_(seed) {
+  const bool sampled = transformed.sample_inputs.size() == layout_.inputs().size();
+  for (std::size_t i = 0; i < layout_.inputs().size(); ++i) {
+    const graph::TensorMeta& meta = transformed.program.graph.tensors.at(layout_.inputs()[i].value);
+    metas_.push_back(meta);
+    Bounds bounds;
+    const at::Tensor sample = sampled ? transformed.sample_inputs[i] : at::Tensor();
+    if (sample.defined() && sample.numel() > 0 && at::isIntegralType(sample.scalar_type(), false)) {
+      const auto [low, high] = at::aminmax(sample);
+      bounds = {low.item().toLong(), high.item().toLong()};
+      if (bounds.min == bounds.max)
+        bounds = {std::min<std::int64_t>(0, bounds.min), std::max<std::int64_t>(1, bounds.max)};
+    }
+    bounds_.push_back(bounds);
+    for (std::size_t d = 0; d < meta.sizes.size(); ++d) {
+      for (const std::string& symbol : meta.sizes[d].symbols()) {
+        if (symbol == user_symbol_ || symbol == candidate_symbol_ || symbols_.contains(symbol)) continue;
+        const bool known = sample.defined() && d < static_cast<std::size_t>(sample.dim()) &&
+                           meta.sizes[d] == graph::Expr::symbol(symbol);
+        std::int64_t size = known ? sample.size(static_cast<std::int64_t>(d)) : 5;
+        const auto range = transformed.program.ranges.find(symbol);
+        if (range != transformed.program.ranges.end()) {
+          if (range->second.min) size = std::max(size, *range->second.min);
+          if (range->second.max) size = std::min(size, *range->second.max);
+        }
+        symbols_[symbol] = size;
+      }
+    }
+  }
+}
+
+std::int64_t RandomInputs::uniform(std::int64_t min, std::int64_t max) {
+  return std::uniform_int_distribution<std::int64_t>(min, std::max(min, max))(random_);
+}
+
+at::Tensor RandomInputs::draw_input(std::size_t input, const std::vector<std::int64_t>& sizes) {
+  const at::ScalarType type = graph::scalar_type(metas_[input].dtype);
+  if (at::isComplexType(type)) fail("input '{}' is complex, which cannot be drawn", layout_.inputs()[input].name);
+  // Drawn in float64, which holds every id exactly.
+  at::Tensor values = at::empty(sizes, at::kDouble);
+  auto* out = values.mutable_data_ptr<double>();
+  std::normal_distribution<double> normal;
+  for (std::int64_t i = 0; i < values.numel(); ++i) {
+    out[i] = at::isFloatingType(type) ? normal(random_)
+             : type == at::kBool      ? static_cast<double>(uniform(0, 1))
+                                      : static_cast<double>(uniform(bounds_[input].min, bounds_[input].max));
+  }
+  at::Tensor low = at::full(sizes, -std::numeric_limits<double>::infinity(), at::kDouble);
+  at::Tensor high = at::full(sizes, std::numeric_limits<double>::infinity(), at::kDouble);
+  bool ids = false;
+  for (const IdRange& range : ids_) {
+    if (range.value != layout_.inputs()[input].value) continue;
+    ids = true;
+    // Negative indices mean rows from the end; models are given the others.
+    const bool mixed = range.min < 0 && range.max >= 0;
+    id_elements(low, range).clamp_min_(mixed ? 0.0 : static_cast<double>(range.min));
+    id_elements(high, range).clamp_max_(static_cast<double>(range.max));
+  }
+  if (ids) {
+    const auto* lo = low.const_data_ptr<double>();
+    const auto* hi = high.const_data_ptr<double>();
+    for (std::int64_t i = 0; i < values.numel(); ++i) {
+      if (hi[i] == std::numeric_limits<double>::infinity()) continue;
+      out[i] = static_cast<double>(uniform(static_cast<std::int64_t>(lo[i]), static_cast<std::int64_t>(hi[i])));
+    }
+  }
+  return values.to(type);
+}
+
+std::vector<at::Tensor> RandomInputs::draw(std::int64_t users, std::int64_t candidates) {
+  std::map<std::string, std::int64_t> values = symbols_;
+  values[user_symbol_] = users;
+  values[candidate_symbol_] = candidates;
+  std::vector<at::Tensor> tensors;
+  for (std::size_t i = 0; i < metas_.size(); ++i) {
+    if (layout_.inputs()[i].side == Side::kIndex) {
+      tensors.emplace_back();
+      continue;
+    }
+    std::vector<std::int64_t> sizes;
+    for (const graph::Expr& size : metas_[i].sizes) {
+      const auto value = size.evaluate(values);
+      if (!value || *value < 0) fail("input '{}': size {} is not known", layout_.inputs()[i].name, size.str());
+      sizes.push_back(*value);
+    }
+    tensors.push_back(draw_input(i, sizes));
+  }
+  return tensors;
+}
+
+at::Tensor RandomInputs::mapping(const std::string& kind, std::int64_t users, std::int64_t candidates) {
+  at::Tensor index = at::empty({candidates}, at::kInt);
+  auto* out = index.mutable_data_ptr<std::int32_t>();
+  const std::int64_t absent = kind == "unsorted" && users > 1 ? uniform(0, users - 1) : -1;
+  for (std::int64_t i = 0; i < candidates; ++i) {
+    std::int64_t user = kind == "even" ? i * users / candidates : uniform(0, users - 1);
+    while (user == absent) user = uniform(0, users - 1);
+    out[i] = static_cast<std::int32_t>(user);
+  }
+  if (kind == "uneven") std::sort(out, out + candidates);
+  return index;
+}
+
+}  // namespace ikbo::runtime

@@ -1,0 +1,81 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <filesystem>
+#include <map>
+#include <span>
+#include <string>
+#include <vector>
+
+#include "graph/archive.h"
+#include "graph/specification.h"
+
+namespace ikbo::runtime {
+
+/// One user and the candidates to score for them, as tensors of the model's types.
+struct Request {
+  std::string id;
+  std::map<std::string, at::Tensor> user;        // graph value -> one row, without the batch axis
+  std::map<std::string, at::Tensor> candidates;  // graph value -> [count, ...]
+  std::map<std::string, at::Tensor> shared;      // graph value -> the tensor of the whole call
+  std::int64_t count = 0;                        // of candidates
+
+  // What the file says beside the inputs; empty where it says nothing.
+  std::vector<double> labels;                            // [count]
+  std::map<std::string, std::vector<double>> baselines;  // other scores of the same candidates, [count] each
+  std::vector<std::string> names;                        // of the candidates, [count]
+  std::vector<std::string> history_names;
+};
+
+/// One input of a transformed model, as a request gives it.
+struct RequestInput {
+  std::string value;                  // in the graph
+  std::string name;                   // for messages, as the author knows it
+  std::vector<std::string> accepted;  // names a request may use for it
+  graph::Side side = graph::Side::kShared;
+  graph::DType dtype = graph::DType::kFloat32;
+  std::vector<std::int64_t> row;  // sizes without the batch axis (all of them when shared); -1: any
+};
+
+/// The inputs of a transformed archive, in the graph's order, `candidate_to_user` among them.
+class RequestLayout {
+ public:
+  RequestLayout(const graph::Program& program, const graph::Specification& specification);
+  const std::vector<RequestInput>& inputs() const { return inputs_; }
+
+ private:
+  std::vector<RequestInput> inputs_;
+};
+
+/// Reads requests. Throws ikbo::Error that names the request, the input and the position of what is missing, unknown,
+/// ragged, or of the wrong type or length.
+///
+/// {"shared": {...},                        inputs without a batch axis, where the model has some; here or in a request
+///  "requests": [{"id": "user 196",
+///    "user": {"user_id": 196, "hist_film": [...]},           one row, without a batch axis
+///    "candidates": {"film": [N], "genres": [[...], ...]},    N first
+///    "count": N,                          only where the model has no candidate input
+///    "labels": [N], "baselines": {"popularity": [N]}, "names": [N], "history_names": [...]}]}   all optional
+///
+/// Inputs go by the name, the path or the graph value; the parts of a packed input by the input's name too, the columns
+/// of each part in their order.
+std::vector<Request> parse_requests(const graph::Json& json, const RequestLayout& layout);
+std::vector<Request> read_requests(const std::filesystem::path& path, const RequestLayout& layout);
+
+/// Requests joined into one call: users are the requests that have candidates, one row each.
+struct Batch {
+  std::vector<at::Tensor> inputs;     // in the order of the layout; empty where no request has a candidate
+  std::vector<std::int64_t> offsets;  // candidates of request i are [offsets[i], offsets[i + 1])
+  std::int64_t users = 0;
+  std::int64_t candidates() const { return offsets.back(); }
+};
+Batch join_requests(const RequestLayout& layout, std::span<const Request> requests);
+
+/// The same call for the original model: every request-only row copied to each of its user's candidates. `inputs` are
+/// those of the transformed archive.
+std::vector<at::Tensor> broadcast_inputs(const graph::Program& original, const graph::Specification& specification,
+                                         const RequestLayout& layout, std::span<const at::Tensor> inputs);
+
+}  // namespace ikbo::runtime
