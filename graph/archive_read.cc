@@ -123,6 +123,7 @@ class ArchiveReader {
 
   void check_format() const {
     if (zip_.find("archive_format") == nullptr) fail_foreign(zip_, what_);
+    zip_.require_stored();
     if (const auto format = short_text("archive_format"); format != "pt2") {
       fail("{}: archive_format is '{}', expected 'pt2'", what_, printable(format));
     }
@@ -370,6 +371,7 @@ std::vector<std::string> check_archive(const std::filesystem::path& path,
                                        const std::function<void(std::size_t, std::size_t)>& progress) {
   const auto file = MappedFile::open(path);
   const ZipDirectory zip(file->bytes(), path.string());
+  zip.require_stored();
   std::vector<std::string> different;
   std::size_t done = 0;
   for (const auto& [name, member] : zip.members()) {

@@ -418,6 +418,7 @@ std::vector<at::Tensor> read_samples(Bytes file, const Program& program) {
   if (file.empty()) return {};
   try {
     const ZipDirectory zip(file, "sample inputs");
+    zip.require_stored();
     const ZipMember* pickle = zip.find("data.pkl");
     if (pickle == nullptr) return {};
     Unpickler unpickler(zip);

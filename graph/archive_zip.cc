@@ -145,7 +145,7 @@ MappedFile::~MappedFile() {
   ::munmap(const_cast<std::byte*>(data_), size_);
 }
 
-ZipDirectory::ZipDirectory(Bytes bytes, const std::string& what) {
+ZipDirectory::ZipDirectory(Bytes bytes, const std::string& what) : what_(what) {
   const Cursor cursor(bytes);
   const DirectoryPlace place = find_directory(cursor, bytes.size(), what);
   const std::uint64_t end = place.offset + place.size;
@@ -157,8 +157,8 @@ ZipDirectory::ZipDirectory(Bytes bytes, const std::string& what) {
     if (end - at < kDirectoryEntrySize || cursor.u32(at) != kDirectoryEntry) {
       fail("{}: corrupt: member {} of its zip directory is damaged", what, i);
     }
-    const std::uint16_t method = cursor.u16(at + 10);
     ZipMember member;
+    member.compressed = cursor.u16(at + 10) != 0;
     member.crc32 = cursor.u32(at + 16);
     std::uint64_t stored = cursor.u32(at + 20);
     std::uint64_t size = cursor.u32(at + 24);
@@ -177,20 +177,16 @@ ZipDirectory::ZipDirectory(Bytes bytes, const std::string& what) {
     if (name.empty()) fail("{}: corrupt: member {} of its zip directory has no name", what, i);
     if (i == 0) folder_ = name.substr(0, name.find('/'));
     if (name.back() == '/' && size == 0) continue;  // a folder's own entry, as other zip programs write
-    if (method != 0) {
-      fail("{}: member '{}' is compressed, but archives of torch.export.save are not; save it with torch.export.save",
-           what, name);
-    }
     if (!cursor.has(header, kLocalHeaderSize) || cursor.u32(header) != kLocalHeader) {
       fail("{}: truncated or corrupt: member '{}' is not where the zip directory says", what, name);
     }
     // Alignment is padded with the local header's own extra field, so its length differs from the directory's.
     const std::uint64_t data = header + kLocalHeaderSize + cursor.u16(header + 26) + cursor.u16(header + 28);
-    if (stored != size || !cursor.has(data, size)) {
+    if ((!member.compressed && stored != size) || !cursor.has(data, stored)) {
       fail("{}: truncated or corrupt: member '{}' with {} bytes at offset {} does not fit the file's {} bytes", what,
-           name, size, data, bytes.size());
+           name, stored, data, bytes.size());
     }
-    member.bytes = bytes.subspan(data, size);
+    member.bytes = bytes.subspan(data, stored);
     if (name.size() <= folder_.size() || name.compare(0, folder_.size(), folder_) != 0 || name[folder_.size()] != '/') {
       continue;  // PyTorch does not see members outside the first one's folder either
     }
@@ -202,6 +198,14 @@ ZipDirectory::ZipDirectory(Bytes bytes, const std::string& what) {
 const ZipMember* ZipDirectory::find(std::string_view name) const {
   const auto it = members_.find(name);
   return it == members_.end() ? nullptr : &it->second;
+}
+
+void ZipDirectory::require_stored() const {
+  for (const auto& [name, member] : members_) {
+    if (!member.compressed) continue;
+    fail("{}: member '{}' is compressed, but archives of torch.export.save are not; save it with torch.export.save",
+         what_, name);
+  }
 }
 
 std::uint32_t crc32(Bytes bytes) {

@@ -33,8 +33,9 @@ class MappedFile {
 };
 
 struct ZipMember {
-  Bytes bytes;
+  Bytes bytes;  // as they lie in the file
   std::uint32_t crc32 = 0;
+  bool compressed = false;
 };
 
 /// The directory of an uncompressed zip in memory: what PyTorch's archives are. PyTorch's own reader is not used
@@ -49,8 +50,11 @@ class ZipDirectory {
   /// Members by name without the folder.
   const std::map<std::string, ZipMember, std::less<>>& members() const { return members_; }
   const ZipMember* find(std::string_view name) const;
+  /// Throws where a member is compressed, so that `bytes` are not its contents.
+  void require_stored() const;
 
  private:
+  std::string what_;
   std::string folder_;
   std::map<std::string, ZipMember, std::less<>> members_;
 };
