@@ -119,9 +119,9 @@ std::vector<at::Tensor> broadcast_inputs(const graph::Program& original, const g
   };
   std::vector<at::Tensor> result;
   for (const graph::UserInput& user : graph::user_inputs(original)) {
-    const auto packed =
-        std::find_if(specification.packed.begin(), specification.packed.end(),
-                     [&](const graph::PackedInput& p) { return p.name == user.name || p.name == user.value; });
+    const auto packed = std::find_if(
+        specification.packed.begin(), specification.packed.end(),
+        [&](const graph::PackedInput& p) { return p.name == user.name || p.candidate_value == user.value; });
     if (packed == specification.packed.end()) {
       result.push_back(rows(user.value));
       continue;

@@ -143,6 +143,8 @@ class Planner {
           bind_weight(spec);
           break;
         case graph::InputKind::kUserInput:
+          // A number that the caller passes has no tensor: a node that reads it is refused as reading nothing.
+          if (!std::holds_alternative<graph::TensorArg>(spec.value)) break;
           for (const std::string& name : graph::value_names(spec.value)) {
             const int slot = new_slot();
             user_slots[name] = slot;
