@@ -122,6 +122,7 @@ class Pickler {
 
   void constant(const InputSpec& spec) {
     const Json& value = spec.json.at("constant_input").at("value");
+    if (!value.is_object() || value.size() != 1) throw NotPlain{};
     const std::string& kind = value.begin().key();
     const Json& content = value.begin().value();
     if (kind == "as_none") {

@@ -331,9 +331,8 @@ class ArchiveReader {
       const bool buffer = spec.kind == InputKind::kBuffer;
       const bool constant = spec.kind == InputKind::kTensorConstant || (buffer && !spec.persistent);
       if (spec.kind == InputKind::kCustomObject) {
-        const auto names = value_names(spec.value);
-        fail("{}: input '{}' is a custom object (a TorchBind class), which is not supported", what_,
-             spec.target.empty() ? spec.json.dump() : spec.target);
+        fail("{}: the program takes a custom object (a TorchBind class), which is not supported: {}", what_,
+             spec.json.dump());
       }
       if (spec.kind != InputKind::kParameter && !buffer && !constant) continue;
       const auto& table = constant ? archive.constants : archive.weights;

@@ -24,8 +24,8 @@ struct Value {
   Kind kind = Kind::kOther;
   std::int64_t integer = 0;
   std::string text;                               // text; a global's "module name"; a storage's key
-  std::vector<Value*> items;                      // of a tuple or list, or arguments that an object is made with
-  std::vector<std::pair<Value*, Value*>> fields;  // of a dict, or an object's attributes
+  std::vector<Value*> items;                      // of a tuple or list; an object's arguments and state
+  std::vector<std::pair<Value*, Value*>> fields;  // of a dict
   std::string dtype;                              // a storage's class
   at::Tensor tensor;
 };
@@ -56,7 +56,9 @@ const std::map<std::string, at::ScalarType>& pickled_types() {
 
 constexpr const char* kRebuild2 = "torch._utils _rebuild_tensor_v2";
 constexpr const char* kRebuild3 = "torch._utils _rebuild_tensor_v3";
-constexpr const char* kUntyped = "torch.storage UntypedStorage";
+// A name that a pickle uses again and again is copied each time: it must not make much out of little.
+constexpr std::size_t kMaxName = 200;
+constexpr std::size_t kMaxDimensions = 64;
 
 class Unpickler {
  public:
@@ -280,13 +282,15 @@ class Unpickler {
   void stack_global() {
     const Value* name = pop();
     const Value* module = pop();
+    if (module->text.size() + name->text.size() > kMaxName) fail("the pickle names something too long");
     push(Kind::kGlobal)->text = module->text + " " + name->text;
   }
   /// ('storage', class, key, location, elements)
   void storage() {
     const Value* id = pop();
     if (id->kind != Kind::kTuple || id->items.size() < 3 || id->items[1]->kind != Kind::kGlobal ||
-        id->items[2]->kind != Kind::kText) {
+        id->items[2]->kind != Kind::kText || id->items[1]->text.size() > kMaxName ||
+        id->items[2]->text.size() > kMaxName) {
       fail("the pickle refers to something that is no storage");
     }
     Value* result = push(Kind::kStorage);
@@ -314,18 +318,19 @@ class Unpickler {
     push(Kind::kOther);
   }
   void new_object() {
-    const Value* arguments = pop();
+    Value* arguments = pop();
     pop();  // the class
-    push(Kind::kObject)->items = arguments->items;
+    push(Kind::kObject)->items = {arguments};
   }
   void build() {
-    const Value* state = pop();
+    Value* state = pop();
     Value* object = top();
-    if (object->kind == Kind::kObject && state->kind == Kind::kDict) object->fields = state->fields;
+    if (object->kind == Kind::kObject) object->items.resize(1), object->items.push_back(state);
   }
 
   static std::vector<std::int64_t> integers(const Value* value) {
     std::vector<std::int64_t> result;
+    if (value->items.size() > kMaxDimensions) fail("the pickle has a tensor with a damaged shape");
     for (const Value* item : value->items) {
       if (item->kind != Kind::kInteger || item->integer < 0) fail("the pickle has a tensor with a damaged shape");
       result.push_back(item->integer);
@@ -344,7 +349,7 @@ class Unpickler {
     if (dtype == pickled_types().end()) fail("the pickle has a tensor of type '{}'", type);
     const auto sizes = integers(arguments[2]);
     const auto strides = integers(arguments[3]);
-    if (sizes.size() != strides.size() || sizes.size() > 64) fail("the pickle has a tensor with a damaged shape");
+    if (sizes.size() != strides.size()) fail("the pickle has a tensor with a damaged shape");
     const auto bytes = static_cast<std::int64_t>(c10::elementSize(dtype->second));
     const auto end = bytes_reached(sizes, strides, arguments[1]->integer, bytes);
     const auto& data = storage_bytes(arguments[0]->text);
@@ -378,15 +383,15 @@ class Unpickler {
 };
 
 const Value* child(const Value* value, const CallTree& tree, std::size_t i) {
-  if (value->kind == Kind::kTuple || value->kind == Kind::kList ||
-      (value->kind == Kind::kObject && value->fields.empty())) {
+  if (value->kind == Kind::kObject) value = value->items.back();  // its state where it has one, else its arguments
+  if (value->kind == Kind::kTuple || value->kind == Kind::kList) {
     if (value->items.size() != tree.children.size()) fail("a sample input has another number of items than the call");
     return value->items[i];
   }
-  if (value->kind == Kind::kDict || value->kind == Kind::kObject) {
+  if (value->kind == Kind::kDict) {
+    const auto* text = std::get_if<std::string>(&tree.keys[i]);
+    const auto* integer = std::get_if<std::int64_t>(&tree.keys[i]);
     for (const auto& [key, item] : value->fields) {
-      const auto* text = std::get_if<std::string>(&tree.keys[i]);
-      const auto* integer = std::get_if<std::int64_t>(&tree.keys[i]);
       if (text != nullptr && key->kind == Kind::kText && key->text == *text) return item;
       if (integer != nullptr && key->kind == Kind::kInteger && key->integer == *integer) return item;
     }
