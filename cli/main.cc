@@ -7,6 +7,7 @@
 
 #include "cli/commands.h"
 #include "graph/error.h"
+#include "runtime/process_memory.h"
 
 namespace {
 
@@ -55,6 +56,7 @@ int run(int argc, char** argv) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  ikbo::runtime::keep_freed_memory();
   try {
     const int code = run(argc, argv);
     std::cout.flush();

@@ -13,6 +13,7 @@
 #include "graph/archive.h"
 #include "graph/error.h"
 #include "runtime/engine.h"
+#include "runtime/process_memory.h"
 
 namespace {
 
@@ -93,6 +94,7 @@ int run(const std::vector<std::string>& arguments) {
 }  // namespace
 
 int main(int argc, char** argv) {
+  ikbo::runtime::keep_freed_memory();
   try {
     return run({argv + 1, argv + argc});
   } catch (const std::exception& error) {
