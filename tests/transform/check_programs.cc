@@ -1,0 +1,155 @@
+// Transforms every archive of a folder in all three modes and compares with the original on random rows and mappings.
+// usage: check_programs DIR
+// The archives are those of random_programs.py: float64, so that a wrong rewrite shows and rounding does not.
+#include <ATen/TensorOperators.h>
+#include <ATen/ops/arange.h>
+#include <ATen/ops/cat.h>
+#include <ATen/ops/isfinite.h>
+#include <ATen/ops/randint.h>
+#include <ATen/ops/randn.h>
+#include <ATen/ops/tensor.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <filesystem>
+#include <map>
+
+#include "graph/archive.h"
+#include "graph/error.h"
+#include "runtime/engine.h"
+#include "transform/transform.h"
+
+namespace {
+
+using ikbo::graph::Archive;
+using ikbo::graph::Side;
+using ikbo::transform::Mode;
+
+constexpr std::int64_t kVocabulary = 11;
+constexpr std::int64_t kPackedUserColumns = 5;
+constexpr double kTolerance = 1e-9;
+
+struct Mapping {
+  const char* name;
+  std::int64_t users;
+  std::vector<std::int32_t> index;
+};
+
+// Even, uneven and unsorted with a user without candidates, both batches equal, one user.
+const std::vector<Mapping>& mappings() {
+  static const std::vector<Mapping> all{{"even", 3, {0, 0, 1, 1, 2, 2}},
+                                        {"uneven", 4, {3, 0, 0, 1, 3, 3, 0}},
+                                        {"equal batches", 5, {4, 2, 0, 1, 3}},
+                                        {"one user", 1, {0, 0, 0}}};
+  return all;
+}
+
+at::Tensor draw(const ikbo::graph::TensorMeta& meta, std::int64_t rows) {
+  std::vector<std::int64_t> sizes{rows};
+  for (std::size_t d = 1; d < meta.sizes.size(); ++d) sizes.push_back(*meta.sizes[d].as_integer());
+  if (meta.dtype == ikbo::graph::DType::kInt64) return at::randint(0, kVocabulary, sizes, at::kLong);
+  return at::randn(sizes, at::kDouble);
+}
+
+// The largest difference, relative to the largest value; infinite where finiteness or shape differs.
+double difference(const at::Tensor& a, const at::Tensor& b) {
+  if (a.sizes() != b.sizes() || a.scalar_type() != b.scalar_type()) return INFINITY;
+  if (a.numel() == 0) return 0;
+  const at::Tensor x = a.to(at::kDouble);
+  const at::Tensor y = b.to(at::kDouble);
+  if (!at::isfinite(x).eq(at::isfinite(y)).all().item<bool>()) return INFINITY;
+  const at::Tensor d = (x - y).abs().nan_to_num(0, 0, 0);
+  return d.max().item<double>() / (1.0 + x.abs().nan_to_num(0, 0, 0).max().item<double>());
+}
+
+struct Tally {
+  int programs = 0;
+  int comparisons = 0;
+  int wrong = 0;
+  int refused = 0;
+  std::map<std::string, int> features;
+};
+
+void check(const std::filesystem::path& path, Tally& tally) {
+  const Archive original = ikbo::graph::read_archive(path);
+  const auto inputs = ikbo::graph::user_inputs(original.program);
+  const bool packed = inputs.size() == 1;
+  const auto reference = ikbo::runtime::make_eager_engine(original, {});
+  ++tally.programs;
+  for (const Mode mode : {Mode::kIkbo, Mode::kSplit, Mode::kBroadcast}) {
+    ikbo::transform::Options options;
+    options.mode = mode;
+    options.request_only = {packed ? fmt::format("X[:,0:{}]", kPackedUserColumns) : std::string("user_*,hist_*")};
+    const auto result = ikbo::transform::transform(original, options);
+    if (mode == Mode::kIkbo) {
+      tally.features["with ikbo::linear"] += result.report.ikbo_operators > 0 ? 1 : 0;
+      tally.features["with a broadcast"] += result.report.broadcasts > 0 ? 1 : 0;
+      tally.features["packed"] += packed ? 1 : 0;
+    }
+    const auto engine = ikbo::runtime::make_eager_engine(result.archive, {});
+    const auto new_inputs = ikbo::graph::user_inputs(result.archive.program);
+    for (const Mapping& mapping : mappings()) {
+      const at::Tensor index = at::tensor(mapping.index, at::kInt);
+      const auto candidates = static_cast<std::int64_t>(mapping.index.size());
+      std::map<std::string, at::Tensor> rows;  // of the new program, by value
+      for (std::size_t i = 0; i < new_inputs.size(); ++i) {
+        const auto& entry = result.specification.inputs[i];
+        const auto& meta = result.archive.program.graph.tensors.at(entry.value);
+        rows[entry.value] = entry.side == Side::kIndex
+                                ? index
+                                : draw(meta, entry.side == Side::kRequestOnly ? mapping.users : candidates);
+      }
+      std::vector<at::Tensor> old_rows;
+      for (const auto& input : inputs) {
+        if (packed) {
+          const auto& p = result.specification.packed.at(0);
+          old_rows.push_back(at::cat({rows.at(p.user_value).index_select(0, index), rows.at(p.candidate_value)}, 1));
+          continue;
+        }
+        const bool user = input.name.starts_with("user_") || input.name.starts_with("hist_");
+        old_rows.push_back(user ? rows.at(input.value).index_select(0, index) : rows.at(input.value));
+      }
+      std::vector<at::Tensor> new_rows;
+      for (const auto& input : new_inputs) new_rows.push_back(rows.at(input.value));
+      const auto expected = reference->run(old_rows);
+      const auto given = engine->run(new_rows);
+      ++tally.comparisons;
+      for (std::size_t o = 0; o < expected.size(); ++o) {
+        const double d = o < given.size() ? difference(expected[o], given[o]) : INFINITY;
+        if (d > kTolerance) {
+          ++tally.wrong;
+          std::printf("WRONG %s mode %s mapping '%s' output %zu: difference %.3g\n", path.filename().c_str(),
+                      ikbo::transform::mode_name(mode).c_str(), mapping.name, o, d);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 2) {
+    std::fprintf(stderr, "usage: check_programs DIR\n");
+    return 2;
+  }
+  std::vector<std::filesystem::path> paths;
+  for (const auto& entry : std::filesystem::directory_iterator(argv[1])) {
+    if (entry.path().extension() == ".pt2") paths.push_back(entry.path());
+  }
+  std::sort(paths.begin(), paths.end());
+  Tally tally;
+  for (const auto& path : paths) {
+    try {
+      check(path, tally);
+    } catch (const std::exception& e) {
+      ++tally.refused;
+      std::printf("FAILED %s: %s\n", path.filename().c_str(), e.what());
+    }
+    if (tally.programs % 100 == 0) std::fprintf(stderr, "%d of %zu programs\n", tally.programs, paths.size());
+  }
+  for (const auto& [name, count] : tally.features) std::printf("%-20s %d\n", name.c_str(), count);
+  std::printf("%d programs, %d comparisons, %d wrong, %d failed\n", tally.programs, tally.comparisons, tally.wrong,
+              tally.refused);
+  return tally.programs > 0 && tally.wrong == 0 && tally.refused == 0 ? 0 : 1;
+}
