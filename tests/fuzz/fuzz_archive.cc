@@ -176,12 +176,17 @@ class Mutator {
   std::mt19937_64 random_;
 };
 
+/// Nothing where `bytes` were damaged before.
 Members members_of(const std::string& bytes) {
   Members members;
-  const ZipDirectory zip({reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, "seed");
-  for (const auto& [name, member] : zip.members()) {
-    if (name.starts_with(".data/") || name == "byteorder") continue;  // the writer adds them
-    members.emplace(name, as_text(member.bytes));
+  try {
+    const ZipDirectory zip({reinterpret_cast<const std::byte*>(bytes.data()), bytes.size()}, "seed");
+    for (const auto& [name, member] : zip.members()) {
+      if (name.starts_with(".data/") || name == "byteorder") continue;  // the writer adds them
+      members.emplace(name, as_text(member.bytes));
+    }
+  } catch (const Error&) {
+    members.clear();
   }
   return members;
 }
@@ -210,6 +215,7 @@ std::string damaged(const std::string& seed, Mutator& mutate) {
       member->second = json.dump(-1, ' ', false, Json::error_handler_t::replace);
     } else if (member->first.ends_with("model.pt") && !member->second.empty() && !mutate.chance(4)) {
       Members samples = members_of(member->second);  // a file of torch.save
+      if (samples.empty()) continue;
       auto inner = std::next(samples.begin(), static_cast<std::ptrdiff_t>(mutate.below(samples.size())));
       if (!mutate.chance(3) && samples.contains("data.pkl")) inner = samples.find("data.pkl");
       mutate.bytes(inner->second);
