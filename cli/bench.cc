@@ -120,8 +120,8 @@ int run(BenchCommand& command) {
 
 void add_bench(CLI::App& app, Action& action) {
   auto command = std::make_shared<BenchCommand>();
-  CLI::App* bench =
-      app.add_subcommand("bench", "Measures. Example:\n  ikbo bench model ranker.pt2 --request-only 'user_*'");
+  CLI::App* bench = app.add_subcommand(
+      "bench", "Measures a model in several modes.\n\nExample:\n  ikbo bench model ranker.pt2 --request-only 'user_*'");
   bench->require_subcommand(1);
   CLI::App* sub = bench->add_subcommand(
       "model",

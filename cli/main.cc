@@ -3,6 +3,8 @@
 
 #include <exception>
 #include <iostream>
+#include <memory>
+#include <sstream>
 #include <string>
 
 #include "cli/commands.h"
@@ -24,11 +26,22 @@ constexpr const char* kDescription =
     "  ikbo verify ranker.pt2 ranker.ikbo.pt2\n"
     "  ikbo score ranker.ikbo.pt2 --requests requests.json --top 10\n"
     "\n"
-    "Exit codes: 0 fine, 1 a check failed (verify, inspect --check), 2 bad input.";
+    "`ikbo COMMAND --help` says more. Exit codes: 0 fine, 1 a check failed (verify, inspect --check), 2 bad input.";
 
 std::string first_line(const std::string& text) {
   return text.substr(0, text.find('\n'));
 }
+
+/// Lists commands with the first line of what they do; the rest is in their own help.
+class BriefFormatter final : public CLI::Formatter {
+ public:
+  std::string make_subcommand(const CLI::App* command) const override {
+    std::ostringstream out;
+    CLI::detail::format_help(out, command->get_display_name(), first_line(command->get_description()),
+                             get_column_width());
+    return out.str();
+  }
+};
 
 int complain(const std::string& message) {
   std::cerr << "ikbo: " << message << "\n";
@@ -38,6 +51,7 @@ int complain(const std::string& message) {
 int run(int argc, char** argv) {
   CLI::App app{kDescription, "ikbo"};
   app.require_subcommand(1);
+  app.formatter(std::make_shared<BriefFormatter>());  // commands added later take it over
   ikbo::cli::Action action;
   ikbo::cli::add_inspect(app, action);
   ikbo::cli::add_transform(app, action);

@@ -235,3 +235,40 @@ def test_bad_input_is_exit_code_2(made, arguments):
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_has_an_example(command):
     assert "Example:" in fine(*command, "--help")
+
+
+class Packed(nn.Module):
+    """One matrix whose columns are features: ids of user, item and a price, cast inside."""
+
+    def __init__(self):
+        super().__init__()
+        self.users = nn.Embedding(12, 8)
+        self.items = nn.Embedding(30, 8)
+        self.out = nn.Linear(17, 1)
+
+    def forward(self, X):
+        parts = [self.items(X[:, 0:1].long()).flatten(1), X[:, 1:2], self.users(X[:, 2].long())]
+        return torch.sigmoid(self.out(torch.cat(parts, 1)))
+
+
+def test_packed_input(tmp_path):
+    binary()
+    matrix = torch.tensor([[5.0, 0.5, 7.0], [29.0, -1.0, 7.0], [0.0, 2.0, 11.0]])
+    program = torch.export.export(Packed().eval(), (matrix,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+    program = program.run_decompositions({})
+    torch.export.save(program, tmp_path / "packed.pt2")
+    inputs = json.loads(fine("inspect", tmp_path / "packed.pt2", "--json"))["inputs"]
+    assert {(r["max"], r["columns"][0][1]) for r in inputs[0]["ids"]} == {(29, 0), (11, 2)}
+    fine("transform", tmp_path / "packed.pt2", "--request-only", "X[:,2:3]")
+    fine("verify", tmp_path / "packed.pt2", tmp_path / "packed.ikbo.pt2")
+    requests = [{"id": "a", "user": {"X": [7]}, "candidates": {"X": [[5, 0.5], [29, -1]]}},
+                {"id": "b", "user": {"X": [11]}, "candidates": {"X": [[0, 2]]}}]
+    (tmp_path / "r.json").write_text(json.dumps({"requests": requests}))
+    scores = json.loads(fine("score", tmp_path / "packed.ikbo.pt2", "--requests", tmp_path / "r.json", "--json"))
+    rows = torch.tensor([s for r in scores["requests"] for s in r["scores"]])
+    torch.testing.assert_close(rows, program.module()(matrix).detach(), rtol=1e-5, atol=1e-6)
+    fine("verify", tmp_path / "packed.pt2", tmp_path / "packed.ikbo.pt2", "--requests", tmp_path / "r.json")
+    requests[0]["candidates"]["X"][1][0] = 30
+    (tmp_path / "r.json").write_text(json.dumps({"requests": requests}))
+    result = ikbo("score", tmp_path / "packed.ikbo.pt2", "--requests", tmp_path / "r.json")
+    assert result.returncode == 2 and "[1][0] is 30" in result.stderr and "0 to 29" in result.stderr
