@@ -199,8 +199,7 @@ std::vector<LceCase> cases_of(const std::string& name) {
 }
 
 std::string config_name(const std::string& stage, const kernels::LinearCompressionConfig& config) {
-  return stage + " " + std::to_string(config.block_m) + " " + std::to_string(config.share_w) +
-         "x" + std::to_string(config.share_e);
+  return stage + " " + std::to_string(config.block_m) + " " + std::to_string(config.cluster);
 }
 
 void run(const Options& options) {
@@ -242,8 +241,8 @@ void run(const Options& options) {
         of_case.push_back(
             {shape, contestants[i].name, contestants[i].kind, times[i], contestants[i].operations / times[i] * 1e-6});
       }
-      std::printf("-- %s, chosen block %d shares %dx%d ctas %d\n", name_of(type), choice.block_m, choice.share_w,
-                  choice.share_e, choice.ctas);
+      std::printf("-- %s, chosen block %d cluster %d ctas %d\n", name_of(type), choice.block_m, choice.cluster,
+                  choice.ctas);
       print(of_case, floor);
       rows.insert(rows.end(), of_case.begin(), of_case.end());
       if (with_slow_stages) {

@@ -14,9 +14,8 @@ namespace ikbo::kernels {
 namespace {
 
 constexpr int64_t kBlockK = 64;
-constexpr int64_t kInstructionK = 16;
-constexpr int64_t kBoxRowsOfE = 64;
 constexpr int64_t kWarpgroups = 2;
+constexpr int64_t kBoxRowsOfE = 64;
 constexpr int64_t kAlignedElements = 8;  // 16 bytes, what the copy engine wants of addresses and strides
 constexpr size_t kSectionAlignment = 256;
 
@@ -64,7 +63,7 @@ void check_term(const LinearCompressionProblem& problem, const LinearCompression
       require(term.e_batch_stride >= 0, name + ".e_batch_stride is negative");
     }
   }
-  const int64_t blocks = ceil_divide(problem.n, kColumnsPerWarpgroup);
+  const int64_t blocks = ceil_divide(problem.n, kBlockColumns);
   require(term.rows * blocks <= std::numeric_limits<int32_t>::max() - 8,
           name + " has 2^31 or more blocks of 64 columns");
 }
@@ -94,10 +93,9 @@ void check_config(const LinearCompressionConfig& config) {
   const auto& sizes = linear_compression_block_sizes();
   require(std::find(sizes.begin(), sizes.end(), config.block_m) != sizes.end(),
           "no kernel for block_m " + std::to_string(config.block_m));
-  require((config.share_w == 1 || config.share_w == 2) && (config.share_e == 1 || config.share_e == config.share_w),
-          "share_w must be 1 or 2, and share_e 1 or the same");
-  require(config.ctas >= config.cluster() && config.ctas % config.cluster() == 0,
-          "ctas must be a positive multiple of share_w * share_e");
+  require(config.cluster == 1 || config.cluster == 2, "cluster must be 1 or 2");
+  require(config.ctas >= config.cluster && config.ctas % config.cluster == 0,
+          "ctas must be a positive multiple of cluster");
 }
 
 // Where everything lies in the workspace, in bytes.
@@ -127,14 +125,14 @@ WorkspacePlan plan_workspace(const LinearCompressionProblem& problem, const Line
     end += round_up(bytes, kSectionAlignment);
     return begin;
   };
-  const int64_t column_blocks = ceil_divide(problem.n, kColumnsPerWarpgroup);
+  const int64_t column_blocks = ceil_divide(problem.n, kBlockColumns);
   for (const LinearCompressionTerm& term : problem.broadcast) {
     plan.units += term.rows * column_blocks * ceil_divide(problem.m, config.block_m);
   }
   reserve(sizeof(uint64_t));  // the tickets are first
   plan.flags = reserve(plan.units * static_cast<int64_t>(sizeof(uint64_t)));
   // The kernel reads the first unit in place of a missing one.
-  plan.partial_sums = reserve(std::max<int64_t>(plan.units, 1) * config.block_m * kColumnsPerWarpgroup *
+  plan.partial_sums = reserve(std::max<int64_t>(plan.units, 1) * config.block_m * kBlockColumns *
                               static_cast<int64_t>(sizeof(float)));
   for (const LinearCompressionTerm* term : terms_of(problem)) {
     constexpr int64_t kElementBytes = 2;
@@ -272,9 +270,8 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
 
   LinearCompressionParams params{};
   params.broadcast_terms = static_cast<int32_t>(problem.broadcast.size());
-  params.column_blocks = static_cast<int32_t>(ceil_divide(problem.n, kColumnsPerWarpgroup));
+  params.column_blocks = static_cast<int32_t>(ceil_divide(problem.n, kBlockColumns));
   params.m_tiles = static_cast<int32_t>(ceil_divide(problem.m, config.block_m));
-  params.m_groups = static_cast<int32_t>(ceil_divide(params.m_tiles, config.share_e));
   params.m = problem.m;
   params.n = problem.n;
   params.out_pointer = problem.out;
@@ -294,11 +291,10 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
     const LinearCompressionTerm& term = *terms[i];
     LinearCompressionTermParams& out = params.terms[i];
     const int64_t blocks = term.rows * params.column_blocks;
-    tiles += ceil_divide(blocks, kWarpgroups * config.share_w) * params.m_groups;
+    tiles += ceil_divide(blocks, kWarpgroups * config.cluster) * params.m_tiles;
     require(tiles < std::numeric_limits<int32_t>::max() - 2 * int64_t{config.ctas}, "2^31 or more tiles of work");
     out.tile_end = static_cast<int32_t>(tiles);
-    out.whole_steps = static_cast<int32_t>(term.k / kBlockK);
-    out.tail_instructions = static_cast<int32_t>(ceil_divide(term.k % kBlockK, kInstructionK));
+    out.steps = static_cast<int32_t>(ceil_divide(term.k, kBlockK));
     out.rows = static_cast<int32_t>(term.rows);
     out.blocks = static_cast<int32_t>(blocks);
     out.unit_begin = units;
@@ -332,27 +328,26 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
       e_batch_stride = round_up(term.k * e_row_stride, kAlignedElements);  // not used, but must be a legal stride
     }
     params.w[i] = tensor_map(w, problem.type, {unsigned_size(term.k), unsigned_size(problem.m)}, {w_row_stride},
-                             {static_cast<cuuint32_t>(kBlockK), static_cast<cuuint32_t>(config.block_m / config.share_w)},
+                             {static_cast<cuuint32_t>(kBlockK), static_cast<cuuint32_t>(share_of_w(config.block_m, config.cluster))},
                              "w");
     params.e[i] = tensor_map(
         e, problem.type, {unsigned_size(problem.n), unsigned_size(term.k), unsigned_size(term.rows)},
         {e_row_stride, e_batch_stride},
-        {static_cast<cuuint32_t>(kColumnsPerWarpgroup), static_cast<cuuint32_t>(kBoxRowsOfE), 1}, "e");
+        {static_cast<cuuint32_t>(kBlockColumns), static_cast<cuuint32_t>(kBoxRowsOfE), 1}, "e");
   }
+
   if (params.store_by_copy_engine) {
     params.out = tensor_map(problem.out, problem.type,
                             {unsigned_size(problem.n), unsigned_size(problem.m), unsigned_size(problem.batch)},
                             {problem.n, problem.m * problem.n},
-                            {static_cast<cuuint32_t>(kColumnsPerWarpgroup),
-                             static_cast<cuuint32_t>(out_rows(config.block_m)), 1},
+                            {static_cast<cuuint32_t>(kBlockColumns), static_cast<cuuint32_t>(config.block_m), 1},
                             "out");
   }
 
-  const int32_t all_tiles = static_cast<int32_t>(tiles);
-  const int32_t broadcast_tiles = params.broadcast_terms == 0 ? 0 : params.terms[params.broadcast_terms - 1].tile_end;
+  const int broadcast_tiles = params.broadcast_terms == 0 ? 0 : params.terms[params.broadcast_terms - 1].tile_end;
   if (stage == LinearCompressionStage::kFusedWs) {
     params.tile_begin = 0;
-    params.tile_end = all_tiles;
+    params.tile_end = static_cast<int32_t>(tiles);
     params.use_flags = broadcast_tiles > 0;
     launch(params, problem.type, config, stream);
     return;
@@ -363,7 +358,7 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
     launch(params, problem.type, config, stream);
   }
   params.tile_begin = broadcast_tiles;
-  params.tile_end = all_tiles;
+  params.tile_end = static_cast<int32_t>(tiles);
   launch(params, problem.type, config, stream);
 }
 

@@ -2,22 +2,20 @@
 
 #include <algorithm>
 #include <stdexcept>
-#include <utility>
 
 #include "kernels/linear_compression_blocks.h"
 
 namespace ikbo::kernels {
 namespace {
 
-constexpr int64_t kWarpgroups = 2;  // that multiply, a CTA
 constexpr int64_t kBlockK = 64;
+constexpr int64_t kWarpgroups = 2;  // that multiply, a CTA
 
 int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 int64_t tiles_of(const LinearCompressionShape& shape, int64_t rows, const LinearCompressionConfig& config) {
-  const int64_t blocks = rows * ceil_divide(shape.n, kColumnsPerWarpgroup);
-  return ceil_divide(blocks, kWarpgroups * config.share_w) *
-         ceil_divide(ceil_divide(shape.m, config.block_m), config.share_e);
+  const int64_t blocks = rows * ceil_divide(shape.n, kBlockColumns);
+  return ceil_divide(blocks, kWarpgroups * config.cluster) * ceil_divide(shape.m, config.block_m);
 }
 
 // Cycles of one tile: two warpgroups take turns on tensor cores that need block_m / 2 cycles for 16 of K and 64 columns.
@@ -45,17 +43,17 @@ std::vector<LinearCompressionConfig> legal_linear_compression_configs(const Line
   }
   std::vector<LinearCompressionConfig> configs;
   for (const int block_m : linear_compression_block_sizes()) {
-    for (const auto& [share_w, share_e] : {std::pair(1, 1), std::pair(2, 1), std::pair(2, 2)}) {
-      LinearCompressionConfig config{block_m, share_w, share_e, 0};
-      if (config.cluster() > multiprocessors) {
+    for (const int cluster : {1, 2}) {
+      LinearCompressionConfig config{block_m, cluster, 0};
+      if (config.cluster > multiprocessors) {
         continue;
       }
       int64_t tiles = tiles_of(shape, shape.batch, config);
       for (const int64_t rows : shape.rows_broadcast) {
         tiles += tiles_of(shape, rows, config);
       }
-      config.ctas = static_cast<int>(std::clamp<int64_t>(tiles, 1, multiprocessors / config.cluster())) *
-                    config.cluster();
+      config.ctas = static_cast<int>(std::clamp<int64_t>(tiles, 1, multiprocessors / config.cluster)) *
+                    config.cluster;
       configs.push_back(config);
     }
   }
@@ -63,7 +61,7 @@ std::vector<LinearCompressionConfig> legal_linear_compression_configs(const Line
 }
 
 double modelled_cycles(const LinearCompressionShape& shape, const LinearCompressionConfig& config) {
-  const double clusters = config.ctas / config.cluster();
+  const double clusters = config.ctas / config.cluster;
   const double candidate_tiles = static_cast<double>(tiles_of(shape, shape.batch, config));
   const double candidate_cycles = tile_cycles(shape.k_candidate, config.block_m);
   double broadcast_work = 0;
@@ -76,7 +74,7 @@ double modelled_cycles(const LinearCompressionShape& shape, const LinearCompress
   // Whole tiles are dealt to clusters as these get free, so the last ones end up to a tile apart.
   const double even = (broadcast_work + candidate_tiles * candidate_cycles) / clusters;
   const double work = even + 0.5 * candidate_cycles * (candidate_tiles > clusters ? 1 : 0);
-  const double multicast_gain = config.share_e > 1 ? 1.0 : config.share_w > 1 ? 1.1 : 1.3;
+  const double multicast_gain = config.cluster > 1 ? 1.0 : 1.3;
   return multicast_gain * std::max(work, std::max(candidate_cycles, longest_broadcast));
 }
 

@@ -18,16 +18,13 @@ struct LinearCompressionShape {
 // A CTA computes block_m rows of W times 64 columns of each of two (row, column block) pairs of E at a time.
 struct LinearCompressionConfig {
   int block_m = 0;  // rows of W, the N of the matrix instruction
-  int share_w = 1;  // CTAs of a cluster with other columns, which share their tile of W through multicast
-  int share_e = 1;  // CTAs of a cluster with other rows of W, which share their tiles of E
-  int ctas = 0;     // CTAs launched, a multiple of a cluster's
-
-  int cluster() const { return share_w * share_e; }
+  int cluster = 1;  // CTAs that share each tile of W through multicast
+  int ctas = 0;     // CTAs launched, a multiple of cluster
 
   bool operator==(const LinearCompressionConfig&) const = default;
 };
 
-constexpr int kColumnsPerWarpgroup = 64;
+constexpr int kBlockColumns = 64;
 
 // The instantiated tile heights.
 const std::vector<int>& linear_compression_block_sizes();

@@ -9,16 +9,6 @@
 
 namespace ikbo::kernels {
 
-// Rows of M that one box of the output's tensor map holds.
-constexpr int out_rows(int block_m) {
-  for (int rows = 56; rows >= 8; rows -= 8) {
-    if (block_m % rows == 0) {
-      return rows;
-    }
-  }
-  return 8;
-}
-
 #define IKBO_DECLARE(BLOCK_M)                                                                      \
   cudaError_t launch_linear_compression_##BLOCK_M(const LinearCompressionParams& params, ScalarType type, \
                                                   const LinearCompressionConfig& config, cudaStream_t stream);

@@ -15,13 +15,13 @@ constexpr uint64_t kTagMask = 0xffff'ffffull << 32;
 constexpr uint64_t kFlagSet = 0xffa9'ffd3'ffc7'fff1ull;
 
 __device__ inline uint32_t draw_ticket(uint64_t* tickets) {
-  uint64_t old = hopper::add_acquire_release(tickets, 1);
+  uint64_t old = hopper::add_relaxed(tickets, 1);
   if ((old & kTagMask) != kTicketTag) {
     // The word held something else: one cluster makes it valid, then all who saw that draw again.
     for (old = hopper::load_relaxed(tickets); (old & kTagMask) != kTicketTag; old = hopper::load_relaxed(tickets)) {
       hopper::compare_and_swap(tickets, old, kTicketTag);
     }
-    old = hopper::add_acquire_release(tickets, 1);
+    old = hopper::add_relaxed(tickets, 1);
   }
   return static_cast<uint32_t>(old);
 }

@@ -25,18 +25,21 @@ __device__ inline void mbarrier_arrive(uint64_t* barrier) {
   asm volatile("mbarrier.arrive.release.cta.shared::cta.b64 _, [%0];" ::"r"(shared_address(barrier)) : "memory");
 }
 
-// Arrives on the barrier at the same place in another CTA of the cluster (or in this one). Orders nothing but this CTA's
-// accesses: enough to say that something has been read.
+// The address of the same place in another CTA of the cluster (or in this one).
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
+__device__ inline uint32_t remote_address(const void* pointer, uint32_t cta_rank) {
+  uint32_t address;
+  asm volatile("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(address) : "r"(shared_address(pointer)), "r"(cta_rank));
+  return address;
+}
+
+// Arrives on a barrier of any CTA of the cluster. Orders nothing but this CTA's accesses: enough to say that something
+// has been read.
+__device__ inline void mbarrier_arrive_at(uint32_t remote_barrier) {
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(remote_barrier) : "memory");
+}
 __device__ inline void mbarrier_arrive_remote(uint64_t* barrier, uint32_t cta_rank) {
-  asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "mbarrier.arrive.shared::cluster.b64 _, [remote];\n"
-      "}\n" ::"r"(shared_address(barrier)),
-      "r"(cta_rank)
-      : "memory");
+  mbarrier_arrive_at(remote_address(barrier, cta_rank));
 }
 
 // The same, and what this thread wrote before is visible to whoever waits with mbarrier_wait_cluster. Costs a fence of
@@ -61,7 +64,7 @@ __device__ inline void mbarrier_arrive_expect_bytes(uint64_t* barrier, uint32_t 
 // Waits until the phase of the given parity is complete. What the arriving threads of this CTA and the copy engine wrote
 // is visible then.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
-__device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+__device__ inline void mbarrier_wait_at(uint32_t barrier, uint32_t parity) {
   asm volatile(
       "{\n"
       ".reg .pred complete;\n"
@@ -70,9 +73,13 @@ __device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
       "@complete bra DONE;\n"
       "bra WAIT;\n"
       "DONE:\n"
-      "}\n" ::"r"(shared_address(barrier)),
+      "}\n" ::"r"(barrier),
       "r"(parity)
       : "memory");
+}
+
+__device__ inline void mbarrier_wait(uint64_t* barrier, uint32_t parity) {
+  mbarrier_wait_at(shared_address(barrier), parity);
 }
 
 // The same for what threads of the whole cluster wrote.

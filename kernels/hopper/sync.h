@@ -31,6 +31,11 @@ __device__ inline void named_barrier_sync(uint32_t name, uint32_t threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// Counts as having come to the barrier without waiting for the others.
+__device__ inline void named_barrier_arrive(uint32_t name, uint32_t threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
+}
+
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int REGISTERS>
 __device__ inline void register_increase() {
@@ -64,33 +69,60 @@ __device__ inline uint64_t add_acquire_release(uint64_t* address, uint64_t value
   asm volatile("atom.add.acq_rel.gpu.global.u64 %0, [%1], %2;" : "=l"(old) : "l"(address), "l"(value) : "memory");
   return old;
 }
+__device__ inline uint64_t add_relaxed(uint64_t* address, uint64_t value) {
+  uint64_t old;
+  asm volatile("atom.add.relaxed.gpu.global.u64 %0, [%1], %2;" : "=l"(old) : "l"(address), "l"(value) : "memory");
+  return old;
+}
 __device__ inline uint64_t compare_and_swap(uint64_t* address, uint64_t expected, uint64_t desired) {
   uint64_t old;
-  asm volatile("atom.cas.acq_rel.gpu.global.b64 %0, [%1], %2, %3;"
+  asm volatile("atom.cas.relaxed.gpu.global.b64 %0, [%1], %2, %3;"
                : "=l"(old)
                : "l"(address), "l"(expected), "l"(desired)
                : "memory");
   return old;
 }
 
-// Writes to the same place in another CTA of the cluster (or in this one).
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-mapa
-__device__ inline void store_cluster(int* address, uint32_t cta_rank, int value) {
+// Writes to the same place in another CTA of the cluster (or in this one), and completes 4 bytes on the barrier there.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
+__device__ inline void store_async(int* address, uint64_t* barrier, uint32_t cta_rank, int value) {
   asm volatile(
-      "{\n"
-      ".reg .b32 remote;\n"
-      "mapa.shared::cluster.u32 remote, %0, %1;\n"
-      "st.shared::cluster.b32 [remote], %2;\n"
-      "}\n" ::"r"(shared_address(address)),
-      "r"(cta_rank), "r"(value)
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+          remote_address(address, cta_rank)),
+      "r"(value), "r"(remote_address(barrier, cta_rank))
       : "memory");
 }
 
-// Two 8x8 matrices of 16-bit elements, transposed on the way: lanes 0 to 15 give the addresses of the 16-byte rows.
+// Reads 16 bytes past the L1 cache, or leaves the value alone; without a branch, since multiplies may be running.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
+__device__ inline void load_vector_if(bool condition, float4& value, const float4* address) {
+  asm volatile(
+      "{\n"
+      ".reg .pred p;\n"
+      "setp.ne.b32 p, %4, 0;\n"
+      "@p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%5];\n"
+      "}\n"
+      : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
+      : "r"(static_cast<int>(condition)), "l"(address)
+      : "memory");
+}
+
+// Two 8x8 matrices of 16-bit elements, transposed on the way: lanes 8 i to 8 i + 7 give the addresses of the 16-byte rows
+// of matrix i.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
 __device__ inline void stmatrix_x2_transposed(uint32_t address, uint32_t matrix0, uint32_t matrix1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(matrix0),
                "r"(matrix1)
+               : "memory");
+}
+
+// Four 8x8 matrices of 16-bit elements, transposed on the way: lanes 8 i to 8 i + 7 give the addresses of the 16-byte
+// rows of matrix i.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
+__device__ inline void stmatrix_x4_transposed(uint32_t address, uint32_t matrix0, uint32_t matrix1, uint32_t matrix2,
+                                              uint32_t matrix3) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(matrix0),
+               "r"(matrix1), "r"(matrix2), "r"(matrix3)
                : "memory");
 }
 

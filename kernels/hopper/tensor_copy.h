@@ -31,6 +31,13 @@ __device__ inline void tensor_load_2d(void* destination, const CUtensorMap* map,
       : "memory");
 }
 
+// Brings the box into the L2 cache.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-cp-async-bulk-prefetch-tensor
+__device__ inline void tensor_prefetch_3d(const CUtensorMap* map, int x, int y, int z) {
+  asm volatile("cp.async.bulk.prefetch.tensor.3d.L2.global [%0, {%1, %2, %3}];" ::"l"(map), "r"(x), "r"(y), "r"(z)
+               : "memory");
+}
+
 // Writes the box to the same place in every CTA whose bit is set, and completes that CTA's barrier.
 __device__ inline void tensor_load_2d_multicast(void* destination, const CUtensorMap* map, uint64_t* barrier, int x,
                                                 int y, uint16_t cta_mask) {

@@ -38,16 +38,19 @@ __device__ inline void pin_registers(float (&registers)[COUNT]) {
 // lies on a multiple of 1024. It serves a K-major operand (rows along M or N, 64 elements of K in a row) and an MN-major
 // one of 64 elements (rows along K): in both, atoms follow each other along the rows, 1024 bytes apart.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
-__device__ inline uint64_t swizzled_descriptor(const void* tile) {
-  constexpr uint64_t kStrideBytes = 1024;   // from one atom to the next along the rows
-  constexpr uint64_t kLeadingBytes = 16;    // unused: an atom holds all of the other dimension
-  constexpr uint64_t kSwizzle128 = 1;
-  return (static_cast<uint64_t>(shared_address(tile)) & 0x3ffff) >> 4 | kLeadingBytes >> 4 << 16 |
-         kStrideBytes >> 4 << 32 | kSwizzle128 << 62;
-}
+//
+// Only the lower half of a descriptor says where the tile is, so that is all that callers keep and add to.
+__device__ inline uint32_t descriptor_of(const void* tile) { return (shared_address(tile) & 0x3ffff) >> 4; }
 
-// What to add to a descriptor to move its start by `bytes`.
-__host__ __device__ constexpr uint64_t descriptor_offset(uint64_t bytes) { return bytes >> 4; }
+// What to add to move the start by `bytes`.
+__host__ __device__ constexpr uint32_t descriptor_offset(uint32_t bytes) { return bytes >> 4; }
+
+__device__ inline uint64_t swizzled_descriptor(uint32_t low) {
+  constexpr uint64_t kStrideBytes = 1024;  // from one atom to the next along the rows
+  constexpr uint64_t kSwizzle128 = 1;
+  constexpr uint64_t kHigh = kStrideBytes >> 4 | kSwizzle128 << 30;
+  return kHigh << 32 | low;
+}
 
 // d (64, N) {+}= a (64, 16) b (16, N) over one warpgroup: a MN-major, b K-major, both in shared memory, sums in fp32.
 // Thread t of the warpgroup, with warp = t / 32 and lane = t % 32, holds in d[4 j + 2 h + c] the element of

@@ -28,7 +28,7 @@ std::string name_of(const LceSize& size, const LinearCompressionConfig& config) 
     text += " + " + std::to_string(term.rows) + " rows of K " + std::to_string(term.k);
   }
   return text + (size.type == kHalf ? " fp16" : " bf16") + (size.out_type == kFloat ? " to fp32" : "") + ", block " +
-         std::to_string(config.block_m) + " shares " + std::to_string(config.share_w) + "x" + std::to_string(config.share_e) + " ctas " +
+         std::to_string(config.block_m) + " cluster " + std::to_string(config.cluster) + " ctas " +
          std::to_string(config.ctas);
 }
 
@@ -105,7 +105,7 @@ TEST(LinearCompression, EveryConfigurationMatchesFloat64AndAllAgreeBitForBit) {
       LceInputs inputs(size, fresh_seed());
       std::vector<uint8_t> first;
       for (LinearCompressionConfig config : legal_linear_compression_configs(shape_of(inputs.problem()), 132)) {
-        for (const int ctas : {config.ctas, config.cluster(), 64}) {
+        for (const int ctas : {config.ctas, config.cluster, 64}) {
           config.ctas = ctas;
           expect_correct(inputs, size, config, LinearCompressionStage::kFusedWs);
           const auto bytes = inputs.download_out();
@@ -256,11 +256,11 @@ TEST(LinearCompression, AGraphReplayFollowsTheMapping) {
 TEST(LinearCompression, FewerResidentCtasThanLaunchedFinish) {
   LceSize size{40, 433, 256, 200, {{20, 300}}};
   LceInputs inputs(size, fresh_seed());
-  for (LinearCompressionConfig config : {LinearCompressionConfig{224, 2, 2, 1000}, LinearCompressionConfig{64, 1, 1, 999}}) {
+  for (LinearCompressionConfig config : {LinearCompressionConfig{152, 2, 1000}, LinearCompressionConfig{64, 1, 999}}) {
     expect_correct(inputs, size, config, LinearCompressionStage::kFusedWs);
   }
   // Two launches at a time, each with less than the device to itself.
-  const LinearCompressionConfig config{224, 2, 2, 132};
+  const LinearCompressionConfig config{152, 2, 132};
   LceInputs other(size, fresh_seed());
   const size_t bytes = linear_compression_workspace_bytes(inputs.problem(), config);
   DeviceBuffer workspaces(2 * (bytes + 256));
@@ -310,7 +310,7 @@ TEST(LinearCompressionSmall, RejectsBadArgumentsByName) {
   problem = inputs.problem();
   problem.broadcast[0].index = nullptr;
   EXPECT_NE(message(problem, config, workspace.bytes()).find("broadcast[0].index"), std::string::npos);
-  EXPECT_NE(message(inputs.problem(), {65, 1, 1, 1}, workspace.bytes()).find("block_m 65"), std::string::npos);
+  EXPECT_NE(message(inputs.problem(), {65, 1, 1}, workspace.bytes()).find("block_m 65"), std::string::npos);
   EXPECT_NE(message(inputs.problem(), config, 256).find("workspace has 256 bytes"), std::string::npos);
 }
 
