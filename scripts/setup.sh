@@ -46,7 +46,6 @@ missing_packages() {
   has_python || echo python3-venv
   has_header CLI/CLI.hpp || echo libcli11-dev
   has_header nlohmann/json.hpp || echo nlohmann-json3-dev
-  has_header fmt/core.h || echo libfmt-dev
   if [[ $with_tests == yes ]]; then
     has_header gtest/gtest.h || echo libgtest-dev
     has_header benchmark/benchmark.h || echo libbenchmark-dev

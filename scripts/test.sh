@@ -1,0 +1,90 @@
+#!/usr/bin/env bash
+# Every test that runs without a GPU, from a clean clone: installs what is missing, builds, and checks
+#   format     clang-format on every C++ and CUDA file
+#   C++        GoogleTest through CTest
+#   CUDA       compiles every kernel for sm_90a, where nvcc exists, and tests their host code
+#   Python     pytest: operators, archives, runtime, command, transform, the demo's data
+#   random     500 random programs, transformed in three modes and compared with their originals
+#   sanitize   the C++ tests and the fuzzer of the archive reader under address and undefined-behaviour sanitizers
+#
+# usage: scripts/test.sh [STAGE...]      all stages without arguments
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+source scripts/lib.sh
+
+readonly STAGES=(format cpp cuda python random sanitize)
+readonly PYTHON=.venv/bin/python
+jobs=$(nproc)
+readonly jobs
+
+format_stage() {
+  local files
+  mapfile -t files < <(git ls-files '*.cc' '*.cpp' '*.h' '*.cu' '*.cuh')
+  clang-format --dry-run --Werror "${files[@]}" || die "format them: clang-format -i FILE"
+  note "${#files[@]} files are formatted"
+}
+
+configure_and_build() {
+  local preset=$1
+  shift
+  mkdir -p build
+  cmake --preset "$preset" >"build/$preset-configure.log" 2>&1 ||
+    { cat "build/$preset-configure.log" >&2 && die "configuring failed, see above"; }
+  cmake --build --preset "$preset" "$@" -- -j"$jobs"
+}
+
+cpp_stage() {
+  configure_and_build tests
+  ctest --test-dir build/tests --output-on-failure -j"$jobs"
+}
+
+cuda_stage() {
+  if ! command -v nvcc >/dev/null 2>&1; then
+    note "no nvcc on the PATH: kernels are not compiled"
+    return
+  fi
+  cmake -S kernels -B build/kernels -G Ninja -DCMAKE_BUILD_TYPE=Release >build/kernels-configure.log 2>&1 ||
+    { cat build/kernels-configure.log >&2 && die "configuring the kernels failed, see above"; }
+  cmake --build build/kernels -- -j"$jobs"
+  build/kernels/tests/linear_compression_config_test
+}
+
+pytest_with_binaries() {
+  IKBO=$PWD/build/tests/cli/ikbo IKBO_LIBRARY=$PWD/build/tests/ops/libikbo_ops.so \
+    IKBO_RUN_ARCHIVE=$PWD/build/tests/tests/runtime/ikbo_run_archive \
+    IKBO_ARCHIVE_TOOL=$PWD/build/tests/tests/graph/ikbo_archive_tool \
+    IKBO_CHECK_PROGRAMS=$PWD/build/tests/tests/transform/ikbo_check_programs \
+    CXX=g++ "$PYTHON" -m pytest -q -p no:cacheprovider "$@"
+}
+
+python_stage() {
+  configure_and_build tests
+  pytest_with_binaries tests/python --ignore=tests/python/test_random_programs.py
+}
+
+random_stage() {
+  configure_and_build tests
+  IKBO_RANDOM_PROGRAMS=${IKBO_RANDOM_PROGRAMS:-500} pytest_with_binaries -s tests/python/test_random_programs.py
+}
+
+sanitize_stage() {
+  configure_and_build sanitize --target ikbo_archive_test ikbo_transform_test ikbo_runtime_test ikbo_fuzz_archive
+  # PyTorch keeps memory to the end of the process; leaks of our own show in the tests' logic, not at exit.
+  ASAN_OPTIONS=detect_leaks=0 ctest --test-dir build/sanitize --output-on-failure -j"$jobs" -E 'NOT_BUILT|ikbo_cli'
+}
+
+main() {
+  local stage wanted=("$@")
+  ((${#wanted[@]})) || wanted=("${STAGES[@]}")
+  for stage in "${wanted[@]}"; do
+    [[ " ${STAGES[*]} " == *" $stage "* ]] || die "unknown stage '$stage': ${STAGES[*]}"
+  done
+  scripts/setup.sh --tests
+  for stage in "${wanted[@]}"; do
+    step "Stage $stage"
+    "${stage}_stage"
+  done
+  step "All stages passed: ${wanted[*]}"
+}
+
+main "$@"

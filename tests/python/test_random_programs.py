@@ -1,0 +1,37 @@
+"""Random programs over the rule families: exported, transformed in every mode, compared with the original in C++.
+
+IKBO_RANDOM_PROGRAMS sets how many (500 in scripts/test.sh); IKBO_TEST_SEED which ones.
+"""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+COUNT = int(os.environ.get("IKBO_RANDOM_PROGRAMS", "40"))
+
+
+def checker():
+    named = os.environ.get("IKBO_CHECK_PROGRAMS")
+    places = [Path(named)] if named else [ROOT / "build/tests/tests/transform/ikbo_check_programs"]
+    for place in places:
+        if place.exists():
+            return str(place)
+    pytest.skip("ikbo_check_programs is not built: cmake --preset tests && cmake --build --preset tests")
+
+
+def test_random_programs_keep_their_meaning(tmp_path):
+    check = checker()
+    seed = str(int(os.environ.get("IKBO_TEST_SEED", "1")) % 10_000)
+    maker = [sys.executable, str(ROOT / "tests/transform/random_programs.py"), str(tmp_path)]
+    subprocess.run([*maker, "--count", str(COUNT), "--seed", seed], check=True)
+    result = subprocess.run([check, str(tmp_path)], capture_output=True, text=True)
+    print(result.stdout)
+    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+    summary = result.stdout.splitlines()[-1]
+    assert summary.startswith(f"{COUNT} programs, {COUNT * 12} comparisons, 0 wrong, 0 failed"), summary
+    lowered = next(int(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("with ikbo::linear"))
+    assert lowered >= COUNT // 10, "the programs hardly exercise ikbo::linear"
