@@ -178,7 +178,8 @@ class Unpickler {
         long1();
         break;  // LONG1
       case 'G':
-        take(8), push(Kind::kOther);
+        take(8);
+        push(Kind::kOther);
         break;  // BINFLOAT: no tensor, so nobody asks for it
       case 'X':
         push_text(number<std::uint32_t>());
@@ -325,7 +326,9 @@ class Unpickler {
   void build() {
     Value* state = pop();
     Value* object = top();
-    if (object->kind == Kind::kObject) object->items.resize(1), object->items.push_back(state);
+    if (object->kind != Kind::kObject) return;
+    object->items.resize(1);
+    object->items.push_back(state);
   }
 
   static std::vector<std::int64_t> integers(const Value* value) {
