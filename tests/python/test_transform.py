@@ -40,20 +40,20 @@ def export(model, example, path, dynamic=None, decompose=True):
     return exported
 
 
-def transform(path, out, request_only="user_*,hist_*", mode="ikbo"):
+def transform(path, out, request_only="user_*", mode="ikbo"):
     result = command("transform", path, "--request-only", request_only, "-o", out, "--mode", mode, "--json", "--report")
     assert result.returncode == 0, result.stdout + result.stderr
     return json.loads(result.stdout)
 
 
-def refusal(path, request_only="user_*,hist_*"):
+def refusal(path, request_only="user_*"):
     result = command("transform", path, "--request-only", request_only, "-o", Path(path).with_suffix(".out.pt2"))
     assert result.returncode == 2, result.stdout
     return result.stderr
 
 
 def is_user(name):
-    return name.startswith(("user_", "hist_"))
+    return name.startswith("user_")
 
 
 def draw(example, users, candidates):
@@ -156,7 +156,7 @@ class AttentionUnit(nn.Module):
         self.flat = flat
 
     def forward(self, x):
-        history, item = self.items(x["hist_items"]), self.items(x["item"])
+        history, item = self.items(x["user_items"]), self.items(x["item"])
         length = history.size(1)
         q = item.unsqueeze(1).expand(-1, length, -1)
         features = torch.cat([q, history, q - history, q * history], dim=-1)
@@ -166,7 +166,7 @@ class AttentionUnit(nn.Module):
 
 @pytest.mark.parametrize("flat", [True, False])
 def test_attention_unit(tmp_path, flat):
-    example = {"hist_items": torch.randint(30, (8, 5)), "item": torch.randint(30, (8,))}
+    example = {"user_items": torch.randint(30, (8, 5)), "item": torch.randint(30, (8,))}
     check(AttentionUnit(flat), example, tmp_path)
     operators = roles(tmp_path / "model.ikbo.pt2").values()
     assert [o["role"] for o in operators].count("ikbo") == 1
