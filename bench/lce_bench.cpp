@@ -1,12 +1,12 @@
 // Linear compression: our stages, cuBLAS and the floor, in one process and interleaved, timed on the device.
 //
-// usage: lce_bench [--cases main|sweep|tune] [--type bf16|fp16|both] [--rounds N] [--json FILE] [--filter NAME]
+// usage: lce_bench [--cases main|sweep|tune] [--type bf16|fp16|both] [--rounds N] [--batch N] [--json FILE] [--filter
+// NAME]
+#include <algorithm>
 #include <cstdio>
 #include <cstring>
 #include <fstream>
 #include <stdexcept>
-
-#include <algorithm>
 
 #include "bench/lce_contestants.h"
 #include "bench/lce_steps.h"
@@ -28,6 +28,7 @@ struct Options {
   std::string json;
   std::string filter;
   int rounds = 15;
+  int64_t batch = 1024;  // of main and tune
 };
 
 struct Row {
@@ -152,7 +153,9 @@ Floor measure_floor(Cublas& cublas, int rounds, cudaStream_t stream) {
   return {operations / times[0] * 1e-6, operations / times[1] * 1e-6, 2.0 * kCopyBytes / times[2] * 1e-6};
 }
 
-const char* name_of(ScalarType type) { return type == ScalarType::kFloat16 ? "fp16" : "bf16"; }
+const char* name_of(ScalarType type) {
+  return type == ScalarType::kFloat16 ? "fp16" : "bf16";
+}
 
 void print(const std::vector<Row>& rows, const Floor& floor) {
   for (const Row& row : rows) {
@@ -181,9 +184,11 @@ void write_json(const std::string& path, const std::vector<Row>& rows, const Flo
   }
 }
 
-std::vector<LceCase> cases_of(const std::string& name) {
+std::vector<LceCase> cases_of(const std::string& name, int64_t main_batch) {
   if (name == "main" || name == "tune") {
-    return {LceCase{}};
+    LceCase shape;
+    shape.batch = main_batch;
+    return {shape};
   }
   if (name == "sweep") {
     std::vector<LceCase> cases;
@@ -216,7 +221,7 @@ void run(const Options& options) {
     if (options.type != "both" && options.type != name_of(type)) {
       continue;
     }
-    for (LceCase shape : cases_of(options.cases)) {
+    for (LceCase shape : cases_of(options.cases, options.batch)) {
       shape.type = type;
       const bool with_slow_stages = options.cases == "main";
       LceContest contest(shape, cublas, with_slow_stages);
@@ -247,9 +252,10 @@ void run(const Options& options) {
       rows.insert(rows.end(), of_case.begin(), of_case.end());
       if (with_slow_stages) {
         const auto errors = contest.errors(true);
-        std::printf("error against float64: fused_ws rms %.4e largest %.4e outside %ld, broadcast rms %.4e largest %.4e\n",
-                    errors.ours.root_mean_square, errors.ours.largest, errors.ours.outside,
-                    errors.broadcast.root_mean_square, errors.broadcast.largest);
+        std::printf(
+            "error against float64: fused_ws rms %.4e largest %.4e outside %ld, broadcast rms %.4e largest %.4e\n",
+            errors.ours.root_mean_square, errors.ours.largest, errors.ours.outside, errors.broadcast.root_mean_square,
+            errors.broadcast.largest);
       }
       std::fflush(stdout);
     }
@@ -273,6 +279,8 @@ Options parse(int count, char** arguments) {
       options.type = value;
     } else if (name == "--rounds") {
       options.rounds = std::stoi(value);
+    } else if (name == "--batch") {
+      options.batch = std::stoll(value);
     } else if (name == "--json") {
       options.json = value;
     } else if (name == "--filter") {

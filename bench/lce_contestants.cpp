@@ -26,7 +26,9 @@ void check(cublasStatus_t status, const char* what) {
   }
 }
 
-int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
+int64_t round_up(int64_t a, int64_t b) {
+  return (a + b - 1) / b * b;
+}
 
 // (rows, k, n) with k padded by zero rows.
 std::unique_ptr<DeviceBuffer> pad_k(const void* e, int64_t rows, int64_t k, int64_t padded_k, int64_t n) {
@@ -53,27 +55,32 @@ std::unique_ptr<DeviceBuffer> restride(const void* w, int64_t stride, int64_t m,
 Cublas::Cublas() : workspace_(kCublasWorkspaceBytes) {
   check(cublasCreate(&handle_), "cublasCreate");
 }
-Cublas::~Cublas() { cublasDestroy(handle_); }
+Cublas::~Cublas() {
+  cublasDestroy(handle_);
+}
 
-void Cublas::multiply(const void* w, int64_t w_row_stride, const void* e, void* out, int64_t batch, int64_t m, int64_t n,
-                      int64_t k, ScalarType type, cudaStream_t stream, int64_t w_batch_stride, int64_t e_batch_stride) {
+void Cublas::multiply(const void* w, int64_t w_row_stride, const void* e, void* out, int64_t batch, int64_t m,
+                      int64_t n, int64_t k, ScalarType type, cudaStream_t stream, int64_t w_batch_stride,
+                      int64_t e_batch_stride) {
   check(cublasSetStream(handle_, stream), "cublasSetStream");
   check(cublasSetWorkspace(handle_, workspace_.as(), workspace_.bytes()), "cublasSetWorkspace");
   const cudaDataType_t data = type == ScalarType::kFloat16 ? CUDA_R_16F : CUDA_R_16BF;
   const float one = 1;
   const float zero = 0;
   // cuBLAS is column-major: out^T (n, m) = e^T (n, k) w^T (k, m).
-  check(cublasGemmStridedBatchedEx_64(handle_, CUBLAS_OP_N, CUBLAS_OP_N, n, m, k, &one, e, data, n,
-                                      e_batch_stride < 0 ? k * n : e_batch_stride, w, data, w_row_stride, w_batch_stride,
-                                      &zero, out, data, n, m * n, batch, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
-        "cublasGemmStridedBatchedEx");
+  check(
+      cublasGemmStridedBatchedEx_64(handle_, CUBLAS_OP_N, CUBLAS_OP_N, n, m, k, &one, e, data, n,
+                                    e_batch_stride < 0 ? k * n : e_batch_stride, w, data, w_row_stride, w_batch_stride,
+                                    &zero, out, data, n, m * n, batch, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT),
+      "cublasGemmStridedBatchedEx");
 }
 
 LceContest::LceContest(const LceCase& shape, Cublas& cublas, bool with_slow_stages) : case_(shape), cublas_(cublas) {
-  const testing::LceSize size{shape.batch, shape.m,    shape.n,    shape.k_candidate, {{shape.users(), shape.k_user}},
-                              shape.type,  shape.type, /*align_w=*/true};
-  const int64_t bytes_a_copy = (shape.batch * (shape.k_candidate + shape.m) + shape.users() * shape.k_user) * shape.n *
-                               kElementBytes;
+  const testing::LceSize size{
+      shape.batch, shape.m,    shape.n,         shape.k_candidate, {{shape.users(), shape.k_user}},
+      shape.type,  shape.type, /*align_w=*/true};
+  const int64_t bytes_a_copy =
+      (shape.batch * (shape.k_candidate + shape.m) + shape.users() * shape.k_user) * shape.n * kElementBytes;
   const int64_t copies = std::clamp<int64_t>(static_cast<int64_t>(kColdBytes) / bytes_a_copy, 1, kMostCopies);
   const int64_t k_candidate = round_up(shape.k_candidate, 8);
   const int64_t k_user = round_up(shape.k_user, 8);
@@ -123,25 +130,25 @@ void LceContest::broadcast_stage(const Copy& copy, cudaStream_t stream) {
   const int64_t k = case_.k_user + case_.k_candidate;
   broadcast_and_concatenate(problem.broadcast[0].e, problem.candidate.e, problem.broadcast[0].index, joined_->as(),
                             case_.batch, case_.k_user, case_.k_candidate, case_.n, stream);
-  cublas_.multiply(w_joined_->as(), k, joined_->as(), problem.out, case_.batch, case_.m, case_.n, k, case_.type, stream);
+  cublas_.multiply(w_joined_->as(), k, joined_->as(), problem.out, case_.batch, case_.m, case_.n, k, case_.type,
+                   stream);
 }
 
 void LceContest::add_library_stages(bool with_slow_stages) {
   const double useful = case_.useful_operations();
   const auto copy_of = [this](int call) -> const Copy& { return copies_[call % copies_.size()]; };
   if (with_slow_stages) {
-    contestants_.push_back({"broadcast", "stage", useful, [=, this](int call, cudaStream_t stream) {
-                              broadcast_stage(copy_of(call), stream);
-                            }});
+    contestants_.push_back({"broadcast", "stage", useful,
+                            [=, this](int call, cudaStream_t stream) { broadcast_stage(copy_of(call), stream); }});
     contestants_.push_back({"decomposed", "stage", useful, [=, this](int call, cudaStream_t stream) {
-      const auto& problem = copy_of(call).inputs->problem();
-      cublas_.multiply(w_user_->as(), case_.k_user, problem.broadcast[0].e, user_out_->as(), case_.users(), case_.m,
-                       case_.n, case_.k_user, case_.type, stream);
-      cublas_.multiply(w_candidate_->as(), case_.k_candidate, problem.candidate.e, problem.out, case_.batch, case_.m,
-                       case_.n, case_.k_candidate, case_.type, stream);
-      gather_and_add(user_out_->as(), problem.broadcast[0].index, problem.out, case_.batch, case_.m * case_.n, case_.type,
-                     stream);
-    }});
+                              const auto& problem = copy_of(call).inputs->problem();
+                              cublas_.multiply(w_user_->as(), case_.k_user, problem.broadcast[0].e, user_out_->as(),
+                                               case_.users(), case_.m, case_.n, case_.k_user, case_.type, stream);
+                              cublas_.multiply(w_candidate_->as(), case_.k_candidate, problem.candidate.e, problem.out,
+                                               case_.batch, case_.m, case_.n, case_.k_candidate, case_.type, stream);
+                              gather_and_add(user_out_->as(), problem.broadcast[0].index, problem.out, case_.batch,
+                                             case_.m * case_.n, case_.type, stream);
+                            }});
   }
   const int64_t k_candidate = round_up(case_.k_candidate, 8);
   const int64_t k_user = round_up(case_.k_user, 8);
@@ -154,13 +161,13 @@ void LceContest::add_library_stages(bool with_slow_stages) {
                      case_.batch, case_.m, case_.n, k_candidate, case_.type, stream);
   };
   contestants_.push_back({"decomposed_padded", "stage", useful, [=, this](int call, cudaStream_t stream) {
-    const Copy& copy = copy_of(call);
-    user_gemm(copy, stream);
-    candidate_gemm(copy, stream);
-    const auto& problem = copy.inputs->problem();
-    gather_and_add(user_out_->as(), problem.broadcast[0].index, problem.out, case_.batch, case_.m * case_.n, case_.type,
-                   stream);
-  }});
+                            const Copy& copy = copy_of(call);
+                            user_gemm(copy, stream);
+                            candidate_gemm(copy, stream);
+                            const auto& problem = copy.inputs->problem();
+                            gather_and_add(user_out_->as(), problem.broadcast[0].index, problem.out, case_.batch,
+                                           case_.m * case_.n, case_.type, stream);
+                          }});
   const double mn = 2.0 * static_cast<double>(case_.m * case_.n);
   contestants_.push_back({"candidate_gemm_alone", "peer", mn * static_cast<double>(case_.batch * case_.k_candidate),
                           [=](int call, cudaStream_t stream) { candidate_gemm(copy_of(call), stream); }});
@@ -168,15 +175,17 @@ void LceContest::add_library_stages(bool with_slow_stages) {
                           [=](int call, cudaStream_t stream) { user_gemm(copy_of(call), stream); }});
 }
 
-void LceContest::add_ours(const std::string& name, const LinearCompressionConfig& config, LinearCompressionStage stage) {
+void LceContest::add_ours(const std::string& name, const LinearCompressionConfig& config,
+                          LinearCompressionStage stage) {
   DeviceBuffer* workspace = scratch(kernels::linear_compression_workspace_bytes(copies_[0].inputs->problem(), config));
   contestants_.push_back({name, "ours", case_.useful_operations(), [=, this](int call, cudaStream_t stream) {
-    auto problem = copies_[call % copies_.size()].inputs->problem();
-    const auto& first = copies_[0].inputs->problem();
-    problem.candidate.w = first.candidate.w;
-    problem.broadcast[0].w = first.broadcast[0].w;
-    kernels::linear_compression(problem, config, workspace->as(), workspace->bytes(), stage, stream);
-  }});
+                            auto problem = copies_[call % copies_.size()].inputs->problem();
+                            const auto& first = copies_[0].inputs->problem();
+                            problem.candidate.w = first.candidate.w;
+                            problem.broadcast[0].w = first.broadcast[0].w;
+                            kernels::linear_compression(problem, config, workspace->as(), workspace->bytes(), stage,
+                                                        stream);
+                          }});
 }
 
 LceContest::Errors LceContest::errors(bool with_broadcast) {

@@ -32,7 +32,8 @@ struct Contestant {
   std::string name;
   std::string kind;  // "ours", "stage" (what our stages improve on) or "peer"
   double operations = 0;
-  std::function<void(int call, cudaStream_t stream)> run;  // successive calls go through successive copies of the inputs
+  std::function<void(int call, cudaStream_t stream)>
+      run;  // successive calls go through successive copies of the inputs
 };
 
 class Cublas {

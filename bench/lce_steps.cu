@@ -1,10 +1,9 @@
-#include "bench/lce_steps.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
 
+#include "bench/lce_steps.h"
 #include "tests/gpu/lce_inputs.h"
 
 namespace ikbo::bench {
@@ -54,8 +53,8 @@ unsigned blocks_for(int64_t vectors, int64_t most) {
 
 }  // namespace
 
-void broadcast_and_concatenate(const void* e_user, const void* e_candidate, const int32_t* index, void* to, int64_t batch,
-                               int64_t k_user, int64_t k_candidate, int64_t n, cudaStream_t stream) {
+void broadcast_and_concatenate(const void* e_user, const void* e_candidate, const int32_t* index, void* to,
+                               int64_t batch, int64_t k_user, int64_t k_candidate, int64_t n, cudaStream_t stream) {
   const int64_t vectors = (k_user + k_candidate) * n / kVectorElements;
   concatenate_kernel<<<dim3(blocks_for(vectors, 64), batch), kThreads, 0, stream>>>(
       static_cast<const uint4*>(e_user), static_cast<const uint4*>(e_candidate), index, static_cast<uint4*>(to),
@@ -80,7 +79,7 @@ void gather_and_add(const void* user, const int32_t* index, void* out, int64_t b
 void copy(const void* from, void* to, int64_t bytes, cudaStream_t stream) {
   const int64_t vectors = bytes / 16;
   copy_kernel<<<blocks_for(vectors, 132 * 32), kThreads, 0, stream>>>(static_cast<const uint4*>(from),
-                                                                     static_cast<uint4*>(to), vectors);
+                                                                      static_cast<uint4*>(to), vectors);
   testing::check(cudaGetLastError(), "copy");
 }
 

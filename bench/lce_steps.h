@@ -9,9 +9,10 @@
 
 namespace ikbo::bench {
 
-// to (batch, k_user + k_candidate, n) = user rows that the candidates take, then the candidates' own. n a multiple of 8.
-void broadcast_and_concatenate(const void* e_user, const void* e_candidate, const int32_t* index, void* to, int64_t batch,
-                               int64_t k_user, int64_t k_candidate, int64_t n, cudaStream_t stream);
+// to (batch, k_user + k_candidate, n) = user rows that the candidates take, then the candidates' own. n a multiple
+// of 8.
+void broadcast_and_concatenate(const void* e_user, const void* e_candidate, const int32_t* index, void* to,
+                               int64_t batch, int64_t k_user, int64_t k_candidate, int64_t n, cudaStream_t stream);
 
 // out (batch, m n) += user (users, m n) at the candidates' rows, in the 16-bit type. m n a multiple of 8.
 void gather_and_add(const void* user, const int32_t* index, void* out, int64_t batch, int64_t elements,

@@ -1,5 +1,3 @@
-#include "kernels/linear_compression.h"
-
 #include <cuda.h>
 
 #include <algorithm>
@@ -7,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/linear_compression.h"
 #include "kernels/linear_compression_launch.h"
 #include "kernels/linear_compression_params.h"
 
@@ -14,15 +13,21 @@ namespace ikbo::kernels {
 namespace {
 
 constexpr int64_t kBlockK = 64;
-constexpr int64_t kWarpgroups = 2;
+constexpr int64_t kBlocksOfTile = 2;  // of 64 columns, a CTA
 constexpr int64_t kBoxRowsOfE = 64;
 constexpr int64_t kAlignedElements = 8;  // 16 bytes, what the copy engine wants of addresses and strides
 constexpr size_t kSectionAlignment = 256;
 
-int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_divide(a, b) * b; }
+int64_t ceil_divide(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
+int64_t round_up(int64_t a, int64_t b) {
+  return ceil_divide(a, b) * b;
+}
 
-[[noreturn]] void reject(const std::string& what) { throw std::invalid_argument("linear_compression: " + what); }
+[[noreturn]] void reject(const std::string& what) {
+  throw std::invalid_argument("linear_compression: " + what);
+}
 
 void require(bool condition, const std::string& what) {
   if (!condition) {
@@ -36,7 +41,9 @@ void check(cudaError_t error, const char* what) {
   }
 }
 
-bool aligned(const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; }
+bool aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
 
 bool needs_copy_of_w(const LinearCompressionTerm& term) {
   return term.k > 0 && (!aligned(term.w) || term.w_row_stride % kAlignedElements != 0);
@@ -76,9 +83,9 @@ void check_problem(const LinearCompressionProblem& problem) {
           "type must be kFloat16 or kBFloat16");
   require(problem.out_type == problem.type || problem.out_type == ScalarType::kFloat32,
           "out_type must be type or kFloat32");
-  require(problem.broadcast.size() <= kMaxBroadcastTerms,
-          "at most " + std::to_string(kMaxBroadcastTerms) + " broadcast terms, not " +
-              std::to_string(problem.broadcast.size()));
+  require(problem.broadcast.size() <= kMaxBroadcastTerms, "at most " + std::to_string(kMaxBroadcastTerms) +
+                                                              " broadcast terms, not " +
+                                                              std::to_string(problem.broadcast.size()));
   require(problem.candidate.rows == problem.batch, "candidate.rows is " + std::to_string(problem.candidate.rows) +
                                                        " but batch is " + std::to_string(problem.batch));
   check_term(problem, problem.candidate, "candidate");
@@ -132,8 +139,8 @@ WorkspacePlan plan_workspace(const LinearCompressionProblem& problem, const Line
   reserve(sizeof(uint64_t));  // the tickets are first
   plan.flags = reserve(plan.units * static_cast<int64_t>(sizeof(uint64_t)));
   // The kernel reads the first unit in place of a missing one.
-  plan.partial_sums = reserve(std::max<int64_t>(plan.units, 1) * config.block_m * kBlockColumns *
-                              static_cast<int64_t>(sizeof(float)));
+  plan.partial_sums =
+      reserve(std::max<int64_t>(plan.units, 1) * config.block_m * kBlockColumns * static_cast<int64_t>(sizeof(float)));
   for (const LinearCompressionTerm* term : terms_of(problem)) {
     constexpr int64_t kElementBytes = 2;
     plan.w_copies.push_back(
@@ -146,8 +153,8 @@ WorkspacePlan plan_workspace(const LinearCompressionProblem& problem, const Line
 }
 
 // Copies (batch, rows, columns) of 16-bit elements to rows that the copy engine can address.
-__global__ void align_rows_kernel(const uint16_t* from, int64_t from_batch_stride, int64_t from_row_stride, uint16_t* to,
-                                  int64_t to_row_stride, int64_t batch, int64_t rows, int64_t columns) {
+__global__ void align_rows_kernel(const uint16_t* from, int64_t from_batch_stride, int64_t from_row_stride,
+                                  uint16_t* to, int64_t to_row_stride, int64_t batch, int64_t rows, int64_t columns) {
   const int64_t total_rows = batch * rows;
   for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < total_rows;
        row += int64_t{gridDim.x} * blockDim.y) {
@@ -211,9 +218,9 @@ void launch(const LinearCompressionParams& params, ScalarType type, const Linear
             cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
   switch (config.block_m) {
-#define IKBO_CASE(BLOCK_M)                                                                              \
-  case BLOCK_M:                                                                                         \
-    error = launch_linear_compression_##BLOCK_M(params, type, config, stream);     \
+#define IKBO_CASE(BLOCK_M)                                                     \
+  case BLOCK_M:                                                                \
+    error = launch_linear_compression_##BLOCK_M(params, type, config, stream); \
     break;
     IKBO_LINEAR_COMPRESSION_BLOCKS(IKBO_CASE)
 #undef IKBO_CASE
@@ -276,8 +283,7 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
   params.n = problem.n;
   params.out_pointer = problem.out;
   params.out_is_float32 = problem.out_type == ScalarType::kFloat32;
-  params.store_by_copy_engine =
-      !params.out_is_float32 && problem.n % kAlignedElements == 0 && aligned(problem.out);
+  params.store_by_copy_engine = !params.out_is_float32 && problem.n % kAlignedElements == 0 && aligned(problem.out);
   params.tickets = reinterpret_cast<uint64_t*>(base);
   params.flags = reinterpret_cast<uint64_t*>(base + plan.flags);
   params.units = plan.units;
@@ -290,17 +296,18 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
   for (size_t i = 0; i < terms.size(); ++i) {
     const LinearCompressionTerm& term = *terms[i];
     LinearCompressionTermParams& out = params.terms[i];
-    const int64_t blocks = term.rows * params.column_blocks;
-    tiles += ceil_divide(blocks, kWarpgroups * config.cluster) * params.m_tiles;
+    // Candidates come in pairs.
+    const bool is_candidate = i + 1 == terms.size();
+    const int64_t blocks = (is_candidate ? round_up(term.rows, 2) : term.rows) * params.column_blocks;
+    tiles += ceil_divide(blocks, kBlocksOfTile * config.cluster) * params.m_tiles;
     require(tiles < std::numeric_limits<int32_t>::max() - 2 * int64_t{config.ctas}, "2^31 or more tiles of work");
     out.tile_end = static_cast<int32_t>(tiles);
     out.steps = static_cast<int32_t>(ceil_divide(term.k, kBlockK));
     out.rows = static_cast<int32_t>(term.rows);
-    out.blocks = static_cast<int32_t>(blocks);
     out.unit_begin = units;
     out.index = term.index;
     out.has_maps = term.k > 0 && term.rows > 0;
-    units += i + 1 < terms.size() ? blocks * params.m_tiles : 0;
+    units += is_candidate ? 0 : blocks * params.m_tiles;
     if (!out.has_maps) {
       continue;
     }
@@ -327,21 +334,20 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
     if (term.rows == 1) {
       e_batch_stride = round_up(term.k * e_row_stride, kAlignedElements);  // not used, but must be a legal stride
     }
-    params.w[i] = tensor_map(w, problem.type, {unsigned_size(term.k), unsigned_size(problem.m)}, {w_row_stride},
-                             {static_cast<cuuint32_t>(kBlockK), static_cast<cuuint32_t>(share_of_w(config.block_m, config.cluster))},
-                             "w");
-    params.e[i] = tensor_map(
-        e, problem.type, {unsigned_size(problem.n), unsigned_size(term.k), unsigned_size(term.rows)},
-        {e_row_stride, e_batch_stride},
-        {static_cast<cuuint32_t>(kBlockColumns), static_cast<cuuint32_t>(kBoxRowsOfE), 1}, "e");
+    params.w[i] = tensor_map(
+        w, problem.type, {unsigned_size(term.k), unsigned_size(problem.m)}, {w_row_stride},
+        {static_cast<cuuint32_t>(kBlockK), static_cast<cuuint32_t>(share_of_w(config.block_m, config.cluster))}, "w");
+    params.e[i] =
+        tensor_map(e, problem.type, {unsigned_size(problem.n), unsigned_size(term.k), unsigned_size(term.rows)},
+                   {e_row_stride, e_batch_stride},
+                   {static_cast<cuuint32_t>(kBlockColumns), static_cast<cuuint32_t>(kBoxRowsOfE), 1}, "e");
   }
 
   if (params.store_by_copy_engine) {
-    params.out = tensor_map(problem.out, problem.type,
-                            {unsigned_size(problem.n), unsigned_size(problem.m), unsigned_size(problem.batch)},
-                            {problem.n, problem.m * problem.n},
-                            {static_cast<cuuint32_t>(kBlockColumns), static_cast<cuuint32_t>(config.block_m), 1},
-                            "out");
+    params.out = tensor_map(
+        problem.out, problem.type, {unsigned_size(problem.n), unsigned_size(problem.m), unsigned_size(problem.batch)},
+        {problem.n, problem.m * problem.n},
+        {static_cast<cuuint32_t>(kBlockColumns), static_cast<cuuint32_t>(config.block_m), 1}, "out");
   }
 
   const int broadcast_tiles = params.broadcast_terms == 0 ? 0 : params.terms[params.broadcast_terms - 1].tile_end;

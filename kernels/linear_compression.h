@@ -21,12 +21,12 @@ enum class ScalarType { kFloat16, kBFloat16, kFloat32 };
 
 // One product W E. Strides are in elements; the last dimension of each tensor is contiguous.
 struct LinearCompressionTerm {
-  const void* w = nullptr;       // (M, k)
-  int64_t w_row_stride = 0;      // at least k; fastest when w is 16-byte aligned and this a multiple of 8
-  const void* e = nullptr;       // (rows, k, N)
-  int64_t e_batch_stride = 0;    // fastest when e is 16-byte aligned and this and e_row_stride are multiples of 8
-  int64_t e_row_stride = 0;      // at least N
-  int64_t rows = 0;              // the candidate term: B; a broadcast term: users (or vendors, ...)
+  const void* w = nullptr;     // (M, k)
+  int64_t w_row_stride = 0;    // at least k; fastest when w is 16-byte aligned and this a multiple of 8
+  const void* e = nullptr;     // (rows, k, N)
+  int64_t e_batch_stride = 0;  // fastest when e is 16-byte aligned and this and e_row_stride are multiples of 8
+  int64_t e_row_stride = 0;    // at least N
+  int64_t rows = 0;            // the candidate term: B; a broadcast term: users (or vendors, ...)
   int64_t k = 0;
   const int32_t* index = nullptr;  // (B) on the device, a broadcast term alone: the row of e that a candidate takes
 };

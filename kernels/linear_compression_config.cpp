@@ -9,17 +9,19 @@ namespace ikbo::kernels {
 namespace {
 
 constexpr int64_t kBlockK = 64;
-constexpr int64_t kWarpgroups = 2;  // that multiply, a CTA
+constexpr int64_t kBlocksOfTile = 2;  // of 64 columns, a CTA
 
-int64_t ceil_divide(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t ceil_divide(int64_t a, int64_t b) {
+  return (a + b - 1) / b;
+}
 
 int64_t tiles_of(const LinearCompressionShape& shape, int64_t rows, const LinearCompressionConfig& config) {
   const int64_t blocks = rows * ceil_divide(shape.n, kBlockColumns);
-  return ceil_divide(blocks, kWarpgroups * config.cluster) * ceil_divide(shape.m, config.block_m);
+  return ceil_divide(blocks, kBlocksOfTile * config.cluster) * ceil_divide(shape.m, config.block_m);
 }
 
-// Cycles of one tile: two warpgroups take turns on tensor cores that need block_m / 2 cycles for 16 of K and 64 columns.
-// The constants are what the main shape and small batches showed on an H200.
+// Cycles of one tile: the tensor cores need block_m / 2 cycles for 16 of K and 64 columns. The constants are what the
+// main shape and small batches showed on an H200.
 double tile_cycles(int64_t k, int block_m) {
   constexpr double kStepFloor = 300;  // barrier, issue and latency of one step of 64
   constexpr double kEpilogue = 700;
@@ -48,12 +50,11 @@ std::vector<LinearCompressionConfig> legal_linear_compression_configs(const Line
       if (config.cluster > multiprocessors) {
         continue;
       }
-      int64_t tiles = tiles_of(shape, shape.batch, config);
+      int64_t tiles = tiles_of(shape, (shape.batch + 1) / 2 * 2, config);
       for (const int64_t rows : shape.rows_broadcast) {
         tiles += tiles_of(shape, rows, config);
       }
-      config.ctas = static_cast<int>(std::clamp<int64_t>(tiles, 1, multiprocessors / config.cluster)) *
-                    config.cluster;
+      config.ctas = static_cast<int>(std::clamp<int64_t>(tiles, 1, multiprocessors / config.cluster)) * config.cluster;
       configs.push_back(config);
     }
   }
@@ -62,7 +63,7 @@ std::vector<LinearCompressionConfig> legal_linear_compression_configs(const Line
 
 double modelled_cycles(const LinearCompressionShape& shape, const LinearCompressionConfig& config) {
   const double clusters = config.ctas / config.cluster;
-  const double candidate_tiles = static_cast<double>(tiles_of(shape, shape.batch, config));
+  const double candidate_tiles = static_cast<double>(tiles_of(shape, (shape.batch + 1) / 2 * 2, config));
   const double candidate_cycles = tile_cycles(shape.k_candidate, config.block_m);
   double broadcast_work = 0;
   double longest_broadcast = 0;

@@ -89,14 +89,14 @@ struct Pipeline {
   }
 };
 
-// All of K, the last step perhaps partly zeros. `next_turn` is the other warpgroup's: it starts once this one has seen all
-// of its own stages loaded. Earlier it could not tell a stage's next phase from the one before the current.
+// All of K, the last step perhaps partly zeros. `next_turn` is the other warpgroup's: it starts once this one has seen
+// all of its own stages loaded. Earlier it could not tell a stage's next phase from the one before the current.
 template <typename P>
 __device__ inline void multiply_tile(float (&first)[P::kBlockM / 2], float (&second)[P::kBlockM / 2],
                                      Pipeline<P> pipeline, int steps, uint64_t* next_turn, uint32_t lane) {
   static_assert(P::kBlocks == 2, "one accumulator a block");
   constexpr uint32_t kBlockOfE = hopper::descriptor_offset(P::kEBytes / P::kBlocks);
-  const auto multiply = [&](float (&acc)[P::kBlockM / 2], uint32_t e) {
+  const auto multiply = [&](float(&acc)[P::kBlockM / 2], uint32_t e) {
 #pragma unroll
     for (int i = 0; i < kBlockK / kInstructionK; ++i) {
       hopper::Wgmma<typename P::T, P::kBlockM>::multiply(
@@ -165,12 +165,13 @@ __device__ inline void store_partial_sums(const LinearCompressionParams& params,
   }
 }
 
-// Rounds acc, transposes it on the way to shared memory, and has the copy engine store (kBlockM, 64) of out. The first
-// warp deals with the copy engine; the others wait for it only before they write over what it last stored.
+// Out leaves by way of shared memory, (kBlockM, 64) at a time. The first warp of a warpgroup deals with the copy
+// engine; the others wait for it only before they write over what it last stored.
+//
+// First half: rounds acc and transposes it on the way to shared memory.
 template <typename P>
-__device__ inline void store_by_copy_engine(const LinearCompressionParams& params, SharedMemory<P>& shared,
-                                            const float (&acc)[P::kBlockM / 2], int candidate, int column, int m,
-                                            int warpgroup, uint32_t warp, uint32_t lane) {
+__device__ inline void stage_out(SharedMemory<P>& shared, const float (&acc)[P::kBlockM / 2], int warpgroup,
+                                 uint32_t warp, uint32_t lane) {
   using T = typename P::T;
   if (warp == 0) {
     hopper::bulk_wait_group_read<0>();
@@ -193,11 +194,17 @@ __device__ inline void store_by_copy_engine(const LinearCompressionParams& param
     const float* d = acc + 4 * (P::kVectors - 1);
     hopper::stmatrix_x2_transposed(to + (P::kVectors - 1) * 1024, pack<T>(d[0], d[1]), pack<T>(d[2], d[3]));
   }
+}
+
+// Second half: the copy engine takes it from there.
+template <typename P>
+__device__ inline void send_out(const LinearCompressionParams& params, SharedMemory<P>& shared, const BlockWork& work,
+                                int m, int warpgroup, uint32_t warp, uint32_t lane) {
   hopper::fence_proxy_async_shared();
   if (warp == 0) {
     hopper::named_barrier_sync(kOutFilled + warpgroup, kWarpgroupThreads);
     if (lane == 0) {
-      hopper::tensor_store_3d(&params.out, shared.out[warpgroup], column, m, candidate);
+      hopper::tensor_store_3d(&params.out, shared.out[warpgroup], work.column, m, work.candidate);
       hopper::bulk_commit_group();
     }
     __syncwarp();
@@ -225,48 +232,137 @@ __device__ inline void store_by_element(const LinearCompressionParams& params, c
   }
 }
 
-// One block of a tile: its sums to the workspace, or with the broadcast sums to out.
+// The first WINDOW vectors of a unit are on their way; adds all of it, fetching the others as these come.
+template <typename P, int WINDOW>
+__device__ inline void fetch_sums(float4 (&window)[WINDOW], const float4* from) {
+#pragma unroll
+  for (int i = 0; i < WINDOW; ++i) {
+    window[i] = __ldcg(from + i * kWarpgroupThreads);
+  }
+}
+template <typename P, int WINDOW>
+__device__ inline void add_sums(float (&acc)[P::kBlockM / 2], float4 (&window)[WINDOW], const float4* from) {
+#pragma unroll
+  for (int i = 0; i < P::kVectors; ++i) {
+    add_vector(acc + 4 * i, window[i % WINDOW]);
+    if (i + WINDOW < P::kVectors) {
+      window[i % WINDOW] = __ldcg(from + (i + WINDOW) * kWarpgroupThreads);
+    }
+  }
+}
+
+// The same to both blocks.
+template <typename P, int WINDOW>
+__device__ inline void add_sums(float (&first)[P::kBlockM / 2], float (&second)[P::kBlockM / 2],
+                                float4 (&window)[WINDOW], const float4* from) {
+#pragma unroll
+  for (int i = 0; i < P::kVectors; ++i) {
+    add_vector(first + 4 * i, window[i % WINDOW]);
+    add_vector(second + 4 * i, window[i % WINDOW]);
+    if (i + WINDOW < P::kVectors) {
+      window[i % WINDOW] = __ldcg(from + (i + WINDOW) * kWarpgroupThreads);
+    }
+  }
+}
+
+// The broadcast terms after the first, of which there are mostly none. A wrong index makes NaN of all.
 template <typename P>
-__device__ inline void finish_block(const LinearCompressionParams& params, SharedMemory<P>& shared,
-                                    float (&acc)[P::kBlockM / 2], const BlockWork& work, int m, int warpgroup,
-                                    uint32_t thread) {
+__device__ inline void add_further_terms(const LinearCompressionParams& params, float (&acc)[P::kBlockM / 2],
+                                         const BlockWork& work, uint32_t thread) {
+  bool missing = params.broadcast_terms > 0 && work.source[0] == kNoSource;
+#pragma unroll 1
+  for (int t = 1; t < params.broadcast_terms; ++t) {
+    const int64_t unit = work.source[t];
+    missing |= unit == kNoSource;
+    const float4* from = partial_sums_of<P>(params, unit == kNoSource ? 0 : unit, thread);
+    float4 window[P::kWindow];
+    fetch_sums<P>(window, from);
+    add_sums<P>(acc, window, from);
+  }
+  if (missing) {
+#pragma unroll
+    for (float& value : acc) {
+      value = __int_as_float(0x7fc00000);
+    }
+  }
+}
+
+// The unit of the first term, or some unit in place of a missing one, which add_further_terms makes good for.
+template <typename P>
+__device__ inline const float4* first_sums(const LinearCompressionParams& params, const BlockWork& work,
+                                           uint32_t thread) {
+  return partial_sums_of<P>(
+      params, work.kind != WorkKind::kCandidate || work.source[0] == kNoSource ? 0 : work.source[0], thread);
+}
+
+// Both blocks of a tile: their sums to the workspace, or with the broadcast sums to out. Two candidates of one user
+// take the same broadcast sums; otherwise the second's are on their way as soon as the first block has left the
+// registers.
+template <typename P>
+__device__ inline void finish_tile(const LinearCompressionParams& params, SharedMemory<P>& shared,
+                                   float (&first)[P::kBlockM / 2], float (&second)[P::kBlockM / 2], int m,
+                                   int warpgroup, uint32_t thread) {
   const uint32_t warp = thread / 32;
   const uint32_t lane = thread % 32;
-  if (work.kind == WorkKind::kNothing) {
+  const BlockWork& first_work = shared.block[warpgroup][0];
+  const BlockWork& second_work = shared.block[warpgroup][1];
+  // The second block is of the same kind or none.
+  if (first_work.kind == WorkKind::kNothing) {
     return;
   }
-  if (work.kind == WorkKind::kPartialSums) {
-    store_partial_sums<P>(params, acc, work.unit, warpgroup, thread);
-    return;
-  }
-#pragma unroll 1
-  for (int t = 0; t < params.broadcast_terms; ++t) {
-    const int64_t unit = work.source[t];
-    if (unit == kNoSource) {
-#pragma unroll
-      for (float& value : acc) {
-        value = __int_as_float(0x7fc00000);
-      }
-      break;
+  const bool has_second = second_work.kind != WorkKind::kNothing;
+  if (first_work.kind == WorkKind::kPartialSums) {
+    store_partial_sums<P>(params, first, first_work.unit, warpgroup, thread);
+    if (has_second) {
+      store_partial_sums<P>(params, second, second_work.unit, warpgroup, thread);
     }
-    const float4* from = partial_sums_of<P>(params, unit, thread);
+    return;
+  }
+  const bool adds = params.broadcast_terms > 0;
+  const bool same = has_second && first_work.source[0] == second_work.source[0];
+  {
+    const float4* from = first_sums<P>(params, first_work, thread);
     float4 window[P::kWindow];
-#pragma unroll
-    for (int i = 0; i < P::kVectors + P::kWindow; ++i) {
-      if (i >= P::kWindow) {
-        add_vector(acc + 4 * (i - P::kWindow), window[i % P::kWindow]);
-      }
-      if (i < P::kVectors) {
-        window[i % P::kWindow] = __ldcg(from + i * kWarpgroupThreads);
-      }
+    fetch_sums<P>(window, from);
+    if (adds && same) {
+      add_sums<P>(first, second, window, from);
+    } else if (adds) {
+      add_sums<P>(first, window, from);
+    }
+    add_further_terms<P>(params, first, first_work, thread);
+  }
+  const int n = static_cast<int>(warp) * 16 + static_cast<int>(lane) / 4;
+  if (!params.store_by_copy_engine) {
+    store_by_element<P>(params, first, first_work.candidate, first_work.column + n, m + static_cast<int>(lane) % 4 * 2);
+  } else {
+    stage_out<P>(shared, first, warpgroup, warp, lane);
+  }
+  const auto send_first = [&] {
+    if (params.store_by_copy_engine) {
+      send_out<P>(params, shared, first_work, m, warpgroup, warp, lane);
+    }
+  };
+  if (same) {
+    send_first();
+  } else {
+    const float4* from = first_sums<P>(params, second_work, thread);
+    float4 window[P::kVectors];
+    fetch_sums<P>(window, from);
+    send_first();
+    if (!has_second) {
+      return;
+    }
+    if (adds) {
+      add_sums<P>(second, window, from);
     }
   }
-  if (params.store_by_copy_engine) {
-    store_by_copy_engine<P>(params, shared, acc, work.candidate, work.column, m, warpgroup, warp, lane);
-  } else {
-    store_by_element<P>(params, acc, work.candidate,
-                        work.column + static_cast<int>(warp) * 16 + static_cast<int>(lane) / 4,
+  add_further_terms<P>(params, second, second_work, thread);
+  if (!params.store_by_copy_engine) {
+    store_by_element<P>(params, second, second_work.candidate, second_work.column + n,
                         m + static_cast<int>(lane) % 4 * 2);
+  } else {
+    stage_out<P>(shared, second, warpgroup, warp, lane);
+    send_out<P>(params, shared, second_work, m, warpgroup, warp, lane);
   }
 }
 
@@ -290,10 +386,7 @@ __device__ void consume(const LinearCompressionParams& params, SharedMemory<P>& 
     multiply_tile<P>(acc[0], acc[1], Pipeline<P>(shared, work.stage, work.parity, lane), steps,
                      &shared.turn[warpgroup ^ 1], lane);
     hopper::mbarrier_wait(&shared.sources_ready[warpgroup], parity);
-#pragma unroll
-    for (int i = 0; i < P::kBlocks; ++i) {
-      finish_block<P>(params, shared, acc[i], shared.block[warpgroup][i], work.m, warpgroup, thread);
-    }
+    finish_tile<P>(params, shared, acc[0], acc[1], work.m, warpgroup, thread);
     __syncwarp();
     if (lane == 0) {
       hopper::mbarrier_arrive(&shared.work_done[warpgroup]);

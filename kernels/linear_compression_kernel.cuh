@@ -1,8 +1,8 @@
 // The linear-compression kernel: persistent, one warpgroup that loads and two that multiply, a tile each in turn: while
 // one rounds and stores, the tensor cores work for the other.
 //
-// Everything is computed transposed: out[b]^T (N, M) = E[b]^T (N, K) W^T (K, M), so that M lies along the N of the matrix
-// instruction, which any multiple of 8 up to 256 will do for. E needs no transposition in memory for that: the
+// Everything is computed transposed: out[b]^T (N, M) = E[b]^T (N, K) W^T (K, M), so that M lies along the N of the
+// matrix instruction, which any multiple of 8 up to 256 will do for. E needs no transposition in memory for that: the
 // instruction takes an MN-major first operand.
 #pragma once
 
@@ -47,11 +47,10 @@ __device__ void schedule(const LinearCompressionParams& params, SharedMemory<P>&
 template <typename P>
 __device__ void load_tiles(const LinearCompressionParams& params, SharedMemory<P>& shared, uint32_t rank,
                            uint32_t lane) {
-  constexpr int kSecondShare = P::kBlockM - P::kShareOfM;
   // The next tile is drawn this many steps before it is needed: longer than a draw takes, and not much longer, since a
   // tile that one cluster holds is a tile that no other can take.
   constexpr int kDrawAhead = 12;
-  const int share = P::kCluster == 1 ? 0 : static_cast<int>(rank) * kSecondShare;
+  const int share = min(static_cast<int>(rank) * P::kShareOfM, P::kBlockM - P::kShareOfM);
   Ring<P::kStages> ring;
   ring.parity = 1;  // every stage is free at first
   TileReader<P> tiles;
@@ -66,8 +65,9 @@ __device__ void load_tiles(const LinearCompressionParams& params, SharedMemory<P
     int column[P::kBlocks];
 #pragma unroll
     for (int i = 0; i < P::kBlocks; ++i) {
-      row[i] = (tile.first_block + i) / params.column_blocks;
-      column[i] = (tile.first_block + i - row[i] * params.column_blocks) * kBlockColumns;
+      const BlockPlace place = locate_block(params, tile.term == params.broadcast_terms, tile.first_block + i);
+      row[i] = place.row;
+      column[i] = place.column_block * kBlockColumns;
     }
     const int m = tile.m_tile * P::kBlockM + share;
     const int steps = params.terms[tile.term].steps;
@@ -106,7 +106,8 @@ __device__ void load_tiles(const LinearCompressionParams& params, SharedMemory<P
 // Works out what the warpgroups do with each tile, and waits until the broadcast sums that they add are in memory, so
 // that the warpgroups that multiply need not.
 template <typename P>
-__device__ void plan_work(const LinearCompressionParams& params, SharedMemory<P>& shared, uint32_t rank, uint32_t lane) {
+__device__ void plan_work(const LinearCompressionParams& params, SharedMemory<P>& shared, uint32_t rank,
+                          uint32_t lane) {
   const int i = static_cast<int>(lane) / kMaxBroadcastTerms;  // block of this lane
   const int broadcast = static_cast<int>(lane) % kMaxBroadcastTerms;
   const bool plans = i < P::kBlocks;
@@ -127,10 +128,13 @@ __device__ void plan_work(const LinearCompressionParams& params, SharedMemory<P>
     hopper::mbarrier_wait(&shared.work_done[turn.stage], turn.parity);
     const Tile tile = decode_tile<P>(params, index == kNoTile ? params.tile_begin : index, rank);
     const LinearCompressionTermParams& term = params.terms[tile.term];
-    const int block = tile.first_block + i;
-    const int row = block / params.column_blocks;
-    const int column_block = block - row * params.column_blocks;
     const bool is_candidate = tile.term == params.broadcast_terms;
+    const BlockPlace place = locate_block(params, is_candidate, tile.first_block + i);
+    const bool exists = place.row < term.rows;
+    const auto unit_of = [&](const LinearCompressionTermParams& of, int row) {
+      return of.unit_begin + (static_cast<int64_t>(row) * params.column_blocks + place.column_block) * params.m_tiles +
+             tile.m_tile;
+    };
     if (lane == 0) {
       shared.work[turn.stage] = {index == kNoTile ? kNoWork : term.steps, static_cast<int>(position % P::kStages),
                                  position / P::kStages % 2, tile.m_tile * P::kBlockM};
@@ -138,12 +142,10 @@ __device__ void plan_work(const LinearCompressionParams& params, SharedMemory<P>
     position += term.steps;
     BlockWork& work = shared.block[turn.stage][plans ? i : 0];
     if (plans && broadcast == 0) {
-      work.kind = block >= term.blocks ? WorkKind::kNothing
-                  : is_candidate       ? WorkKind::kCandidate
-                                       : WorkKind::kPartialSums;
-      work.candidate = row;
-      work.column = column_block * kBlockColumns;
-      work.unit = term.unit_begin + static_cast<int64_t>(block) * params.m_tiles + tile.m_tile;
+      work.kind = !exists ? WorkKind::kNothing : is_candidate ? WorkKind::kCandidate : WorkKind::kPartialSums;
+      work.candidate = place.row;
+      work.column = place.column_block * kBlockColumns;
+      work.unit = unit_of(term, place.row);
     }
     __syncwarp();
     if (lane == 0) {
@@ -156,12 +158,11 @@ __device__ void plan_work(const LinearCompressionParams& params, SharedMemory<P>
       continue;
     }
     int64_t unit = kNoSource;
-    if (plans && is_candidate && broadcast < params.broadcast_terms && block < term.blocks) {
+    if (plans && is_candidate && broadcast < params.broadcast_terms && exists) {
       const LinearCompressionTermParams& from = params.terms[broadcast];
-      const int source_row = from.index[row];
+      const int source_row = from.index[place.row];
       if (source_row >= 0 && source_row < from.rows) {
-        unit = from.unit_begin +
-               (static_cast<int64_t>(source_row) * params.column_blocks + column_block) * params.m_tiles + tile.m_tile;
+        unit = unit_of(from, source_row);
         if (params.use_flags) {
           await_flag(params.flags + unit);
         }

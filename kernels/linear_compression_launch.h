@@ -9,7 +9,7 @@
 
 namespace ikbo::kernels {
 
-#define IKBO_DECLARE(BLOCK_M)                                                                      \
+#define IKBO_DECLARE(BLOCK_M)                                                                             \
   cudaError_t launch_linear_compression_##BLOCK_M(const LinearCompressionParams& params, ScalarType type, \
                                                   const LinearCompressionConfig& config, cudaStream_t stream);
 IKBO_LINEAR_COMPRESSION_BLOCKS(IKBO_DECLARE)

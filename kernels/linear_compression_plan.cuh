@@ -20,9 +20,9 @@ struct Plan {
   static_assert(BLOCK_M % 8 == 0 && BLOCK_M <= 176, "the sums of a tile must fit in the registers of a warpgroup");
 
   static constexpr int kBlockM = BLOCK_M;
-  static constexpr int kBlocks = kBlocksACta;      // of 64 columns, a tile of this CTA
-  static constexpr int kWarpgroups = 2;            // that multiply, a tile each in turn
-  static constexpr int kCluster = CLUSTER;         // CTAs that share each tile of W
+  static constexpr int kBlocks = kBlocksACta;  // of 64 columns, a tile of this CTA
+  static constexpr int kWarpgroups = 2;        // that multiply, a tile each in turn
+  static constexpr int kCluster = CLUSTER;     // CTAs that share each tile of W
   static constexpr int kWarpgroupWarps = 4;
   static constexpr int kThreads = (1 + kWarpgroups) * kWarpgroupThreads;
 
@@ -31,8 +31,8 @@ struct Plan {
   static constexpr int kShareOfM = share_of_w(BLOCK_M, CLUSTER);
 
   // 65,536 registers a multiprocessor; a CTA starts with an equal share a thread, rounded down to 8.
-  static constexpr int kProducerRegisters = 24;
-  static constexpr int kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 40;
+  static constexpr int kConsumerRegisters = 232;
 
   static constexpr int kOutBytes = kWarpgroups * BLOCK_M * kBlockColumns * sizeof(T);
   static constexpr int kWBytes = BLOCK_M * kBlockK * sizeof(T);
@@ -44,7 +44,8 @@ struct Plan {
 
   // A thread's part of a unit is kVectors float4; kWindow of them are on their way while others are added.
   static constexpr int kVectors = BLOCK_M / 8;
-  static constexpr int kWindow = kVectors < 8 ? kVectors : 8;
+  static constexpr int kWindowRoom = (208 - BLOCK_M) / 4;  // registers that the sums of two blocks leave
+  static constexpr int kWindow = kVectors < kWindowRoom ? kVectors : kWindowRoom;
 };
 
 constexpr int64_t kNoSource = -1;
@@ -66,7 +67,7 @@ struct alignas(16) BlockWork {
   int candidate;
   int column;  // of out
   int reserved;
-  int64_t unit;                         // kPartialSums: where the sums go
+  int64_t unit;                        // kPartialSums: where the sums go
   int64_t source[kMaxBroadcastTerms];  // kCandidate: units to add, or kNoSource
 };
 
@@ -93,7 +94,6 @@ struct SharedMemory {
 // Warps of the first warpgroup.
 enum ProducerWarp : uint32_t { kLoadWarp, kSchedulerWarp, kPlannerWarp, kSetUpWarp };
 
-
 struct Tile {
   int term;
   int m_tile;
@@ -111,6 +111,25 @@ __device__ inline Tile decode_tile(const LinearCompressionParams& params, int ti
   const int local = tile - begin;
   const int group = local / params.m_tiles;
   return {term, local - group * params.m_tiles, (group * P::kCluster + static_cast<int>(rank)) * P::kBlocks};
+}
+
+// Which row of E and which 64 of its columns a block is. The candidate term's blocks alternate between two consecutive
+// candidates, so that the two blocks of a tile have the same columns and mostly the same user, whose sums are then
+// fetched once for both.
+struct BlockPlace {
+  int row;  // may lie past the last
+  int column_block;
+};
+
+__device__ inline BlockPlace locate_block(const LinearCompressionParams& params, bool is_candidate, int block) {
+  static_assert(kBlocksACta == 2, "the blocks of a tile are a pair of candidates");
+  if (is_candidate) {
+    const int pair_block = block / 2;
+    const int pair = pair_block / params.column_blocks;
+    return {2 * pair + block % 2, pair_block - pair * params.column_blocks};
+  }
+  const int row = block / params.column_blocks;
+  return {row, block - row * params.column_blocks};
 }
 
 // Where a pipeline stands.

@@ -1,11 +1,11 @@
-#include "kernels/linear_compression_reference.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
 #include <algorithm>
 #include <stdexcept>
 #include <string>
+
+#include "kernels/linear_compression_reference.h"
 
 namespace ikbo::kernels {
 namespace {
@@ -20,8 +20,7 @@ template <typename T>
 __global__ void reference_kernel(const __grid_constant__ Terms terms, int64_t batch, int64_t m, int64_t n,
                                  double* out) {
   const int64_t elements = batch * m * n;
-  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements;
-       i += int64_t{gridDim.x} * blockDim.x) {
+  for (int64_t i = int64_t{blockIdx.x} * blockDim.x + threadIdx.x; i < elements; i += int64_t{gridDim.x} * blockDim.x) {
     const int64_t column = i % n;
     const int64_t row = i / n % m;
     const int64_t candidate = i / n / m;

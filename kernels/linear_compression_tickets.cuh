@@ -1,5 +1,5 @@
-// Who computes which tile, and which broadcast tiles are ready: a few words of workspace that may hold anything before a
-// launch. Tickets are drawn in order, broadcast tiles have the first ones, and only candidates wait; so whatever a
+// Who computes which tile, and which broadcast tiles are ready: a few words of workspace that may hold anything before
+// a launch. Tickets are drawn in order, broadcast tiles have the first ones, and only candidates wait; so whatever a
 // candidate waits for has been drawn by a cluster that runs and will finish, however few clusters are resident.
 #pragma once
 
@@ -8,8 +8,9 @@
 
 namespace ikbo::kernels {
 
-// The upper half of a valid ticket word, and what a set flag holds: NaN in every 16-bit half of it, whether fp16 or bf16,
-// so that no sensible data left in a workspace looks like it. Neither is left behind: the last cluster clears the flags.
+// The upper half of a valid ticket word, and what a set flag holds: NaN in every 16-bit half of it, whether fp16 or
+// bf16, so that no sensible data left in a workspace looks like it. Neither is left behind: the last cluster clears the
+// flags.
 constexpr uint64_t kTicketTag = 0xffb5'ffe9ull << 32;
 constexpr uint64_t kTagMask = 0xffff'ffffull << 32;
 constexpr uint64_t kFlagSet = 0xffa9'ffd3'ffc7'fff1ull;

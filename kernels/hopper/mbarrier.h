@@ -18,7 +18,9 @@ __device__ inline void mbarrier_init(uint64_t* barrier, uint32_t arrivals) {
 
 // Makes initialised barriers visible to the other CTAs of the cluster and to the copy engine.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-membar-fence
-__device__ inline void fence_mbarrier_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-arrive
 __device__ inline void mbarrier_arrive(uint64_t* barrier) {
@@ -61,8 +63,8 @@ __device__ inline void mbarrier_arrive_expect_bytes(uint64_t* barrier, uint32_t 
                : "memory");
 }
 
-// Waits until the phase of the given parity is complete. What the arriving threads of this CTA and the copy engine wrote
-// is visible then.
+// Waits until the phase of the given parity is complete. What the arriving threads of this CTA and the copy engine
+// wrote is visible then.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-mbarrier-test-wait-try-wait
 __device__ inline void mbarrier_wait_at(uint32_t barrier, uint32_t parity) {
   asm volatile(

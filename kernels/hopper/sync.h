@@ -22,8 +22,12 @@ __device__ inline uint32_t cluster_count() {
 }
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-barrier-cluster
-__device__ inline void cluster_arrive() { asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory"); }
-__device__ inline void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ inline void cluster_arrive() {
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
+}
+__device__ inline void cluster_wait() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 // A barrier among `threads` threads of the CTA; 0 is __syncthreads().
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-bar-barrier
@@ -86,30 +90,14 @@ __device__ inline uint64_t compare_and_swap(uint64_t* address, uint64_t expected
 // Writes to the same place in another CTA of the cluster (or in this one), and completes 4 bytes on the barrier there.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-st-async
 __device__ inline void store_async(int* address, uint64_t* barrier, uint32_t cta_rank, int value) {
-  asm volatile(
-      "st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
-          remote_address(address, cta_rank)),
-      "r"(value), "r"(remote_address(barrier, cta_rank))
-      : "memory");
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [%0], %1, [%2];" ::"r"(
+                   remote_address(address, cta_rank)),
+               "r"(value), "r"(remote_address(barrier, cta_rank))
+               : "memory");
 }
 
-// Reads 16 bytes past the L1 cache, or leaves the value alone; without a branch, since multiplies may be running.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#data-movement-and-conversion-instructions-ld
-__device__ inline void load_vector_if(bool condition, float4& value, const float4* address) {
-  asm volatile(
-      "{\n"
-      ".reg .pred p;\n"
-      "setp.ne.b32 p, %4, 0;\n"
-      "@p ld.global.cg.v4.f32 {%0, %1, %2, %3}, [%5];\n"
-      "}\n"
-      : "+f"(value.x), "+f"(value.y), "+f"(value.z), "+f"(value.w)
-      : "r"(static_cast<int>(condition)), "l"(address)
-      : "memory");
-}
-
-// Two 8x8 matrices of 16-bit elements, transposed on the way: lanes 8 i to 8 i + 7 give the addresses of the 16-byte rows
-// of matrix i.
-// https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
+// Two 8x8 matrices of 16-bit elements, transposed on the way: lanes 8 i to 8 i + 7 give the addresses of the 16-byte
+// rows of matrix i. https://docs.nvidia.com/cuda/parallel-thread-execution/#warp-level-matrix-instructions-stmatrix
 __device__ inline void stmatrix_x2_transposed(uint32_t address, uint32_t matrix0, uint32_t matrix1) {
   asm volatile("stmatrix.sync.aligned.m8n8.x2.trans.shared.b16 [%0], {%1, %2};" ::"r"(address), "r"(matrix0),
                "r"(matrix1)

@@ -14,10 +14,14 @@ namespace ikbo::hopper {
 
 // Orders accesses to accumulator registers and shared memory before the multiplies that follow.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-fence
-__device__ inline void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-commit-group
-__device__ inline void wgmma_commit_group() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ inline void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
 
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-instructions-wgmma-wait-group
 template <int PENDING>
@@ -34,16 +38,20 @@ __device__ inline void pin_registers(float (&registers)[COUNT]) {
   }
 }
 
-// An operand tile in shared memory whose rows are 128 bytes, 128-byte swizzled, eight rows of 1024 bytes to an atom that
-// lies on a multiple of 1024. It serves a K-major operand (rows along M or N, 64 elements of K in a row) and an MN-major
-// one of 64 elements (rows along K): in both, atoms follow each other along the rows, 1024 bytes apart.
+// An operand tile in shared memory whose rows are 128 bytes, 128-byte swizzled, eight rows of 1024 bytes to an atom
+// that lies on a multiple of 1024. It serves a K-major operand (rows along M or N, 64 elements of K in a row) and an
+// MN-major one of 64 elements (rows along K): in both, atoms follow each other along the rows, 1024 bytes apart.
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#asynchronous-warpgroup-level-matrix-shared-memory-layout-matrix-descriptor
 //
 // Only the lower half of a descriptor says where the tile is, so that is all that callers keep and add to.
-__device__ inline uint32_t descriptor_of(const void* tile) { return (shared_address(tile) & 0x3ffff) >> 4; }
+__device__ inline uint32_t descriptor_of(const void* tile) {
+  return (shared_address(tile) & 0x3ffff) >> 4;
+}
 
 // What to add to move the start by `bytes`.
-__host__ __device__ constexpr uint32_t descriptor_offset(uint32_t bytes) { return bytes >> 4; }
+__host__ __device__ constexpr uint32_t descriptor_offset(uint32_t bytes) {
+  return bytes >> 4;
+}
 
 __device__ inline uint64_t swizzled_descriptor(uint32_t low) {
   constexpr uint64_t kStrideBytes = 1024;  // from one atom to the next along the rows

@@ -1,5 +1,3 @@
-#include "tests/gpu/lce_inputs.h"
-
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
@@ -8,6 +6,8 @@
 #include <random>
 #include <stdexcept>
 #include <string>
+
+#include "tests/gpu/lce_inputs.h"
 
 namespace ikbo::testing {
 namespace {
@@ -33,8 +33,7 @@ __global__ void fill_normal_kernel(T* to, int64_t rows, int64_t columns, int64_t
     const uint64_t bits = mix(seed * 0x2545f4914f6cdd1d + static_cast<uint64_t>(i));
     const float u = (static_cast<float>(bits >> 40) + 0.5f) * 0x1p-24f;
     const float v = static_cast<float>(bits & 0xffffff) * 0x1p-24f;
-    to[i / columns * row_stride + i % columns] =
-        static_cast<T>(deviation * sqrtf(-2 * logf(u)) * cospif(2 * v));
+    to[i / columns * row_stride + i % columns] = static_cast<T>(deviation * sqrtf(-2 * logf(u)) * cospif(2 * v));
   }
 }
 
@@ -59,7 +58,8 @@ __global__ void compare_kernel(const Out* out, const double* reference, int64_t 
   }
   atomicAdd(&sums[0], squares);
   // Positive doubles compare like their bits.
-  atomicMax(reinterpret_cast<unsigned long long*>(&sums[1]), static_cast<unsigned long long>(__double_as_longlong(largest)));
+  atomicMax(reinterpret_cast<unsigned long long*>(&sums[1]),
+            static_cast<unsigned long long>(__double_as_longlong(largest)));
 }
 
 void fill_matrix(void* to, ScalarType type, int64_t rows, int64_t columns, int64_t row_stride, double deviation,
@@ -78,7 +78,9 @@ void fill_matrix(void* to, ScalarType type, int64_t rows, int64_t columns, int64
   check(cudaGetLastError(), "fill");
 }
 
-int64_t bytes_of(ScalarType type) { return type == ScalarType::kFloat32 ? 4 : 2; }
+int64_t bytes_of(ScalarType type) {
+  return type == ScalarType::kFloat32 ? 4 : 2;
+}
 
 }  // namespace
 
@@ -91,7 +93,9 @@ void check(cudaError_t error, const char* what) {
 DeviceBuffer::DeviceBuffer(size_t bytes) : bytes_(bytes) {
   check(cudaMalloc(&pointer_, std::max<size_t>(bytes, 256)), "cudaMalloc");
 }
-DeviceBuffer::~DeviceBuffer() { cudaFree(pointer_); }
+DeviceBuffer::~DeviceBuffer() {
+  cudaFree(pointer_);
+}
 
 void fill_normal(void* to, ScalarType type, int64_t count, double deviation, uint64_t seed, cudaStream_t stream) {
   fill_matrix(to, type, 1, count, count, deviation, seed, stream);
@@ -194,8 +198,9 @@ Comparison compare(const LinearCompressionProblem& problem, const double* refere
     k += term.k;
   }
   // Sums of products of deviation about 1, each of K roundings in fp32 of a partial sum of at most a few units.
-  const double floor = 1e-6 + 1e-6 * std::sqrt(static_cast<double>(k)) + (problem.type == ScalarType::kFloat16 ? 3e-8 : 0);
-  const double half_ulp = problem.out_type == ScalarType::kFloat32    ? 0x1p-23
+  const double floor =
+      1e-6 + 1e-6 * std::sqrt(static_cast<double>(k)) + (problem.type == ScalarType::kFloat16 ? 3e-8 : 0);
+  const double half_ulp = problem.out_type == ScalarType::kFloat32   ? 0x1p-23
                           : problem.out_type == ScalarType::kFloat16 ? 0x1p-11
                                                                      : 0x1p-8;
   DeviceBuffer counts(3 * sizeof(unsigned long long));
@@ -204,8 +209,8 @@ Comparison compare(const LinearCompressionProblem& problem, const double* refere
   check(cudaMemset(sums.as(), 0, 2 * sizeof(double)), "cudaMemset");
   const auto blocks = static_cast<unsigned>(std::min<int64_t>((result.elements + 255) / 256, 4096));
   const auto run = [&](const auto* out) {
-    compare_kernel<<<blocks, 256>>>(out, reference, result.elements, half_ulp, floor,
-                                    counts.as<unsigned long long>(), sums.as<double>());
+    compare_kernel<<<blocks, 256>>>(out, reference, result.elements, half_ulp, floor, counts.as<unsigned long long>(),
+                                    sums.as<double>());
   };
   if (problem.out_type == ScalarType::kFloat32) {
     run(static_cast<const float*>(problem.out));

@@ -80,9 +80,9 @@ void fill_normal(void* to, kernels::ScalarType type, int64_t count, double devia
 
 struct Comparison {
   int64_t elements = 0;
-  int64_t wrong_nans = 0;   // NaN in one of the two alone
-  int64_t nans = 0;         // NaN in both
-  int64_t outside = 0;      // further off than one rounding and the error of fp32 sums allow
+  int64_t wrong_nans = 0;  // NaN in one of the two alone
+  int64_t nans = 0;        // NaN in both
+  int64_t outside = 0;     // further off than one rounding and the error of fp32 sums allow
   double root_mean_square = 0;
   double largest = 0;
 };

@@ -11,7 +11,9 @@ namespace {
 
 constexpr int kMultiprocessors = 132;  // of an H200, for these tests alone
 
-LinearCompressionShape main_shape(int64_t batch) { return {batch, 433, 256, 866, {(batch + 69) / 70}, {1178}}; }
+LinearCompressionShape main_shape(int64_t batch) {
+  return {batch, 433, 256, 866, {(batch + 69) / 70}, {1178}};
+}
 
 TEST(LinearCompressionConfig, OffersEveryTileHeightWithEveryCluster) {
   const auto configs = legal_linear_compression_configs(main_shape(1024), kMultiprocessors);

@@ -63,21 +63,23 @@ uint64_t fresh_seed() {
   return random() >> 16;
 }
 
-LinearCompressionConfig chosen(const LceInputs& inputs) { return choose_linear_compression_config(inputs.problem()); }
+LinearCompressionConfig chosen(const LceInputs& inputs) {
+  return choose_linear_compression_config(inputs.problem());
+}
 
 const std::vector<LceSize>& small_sizes() {
   static const std::vector<LceSize> sizes = {
       {1, 1, 1, 1, {{1, 1}}},
       {3, 64, 64, 64, {{2, 64}}},
       {5, 65, 40, 17, {{2, 33}}},
-      {4, 100, 72, 129, {{9, 15}}},              // more users than candidates
-      {6, 130, 100, 70, {{3, 50}}},              // N no multiple of 8
+      {4, 100, 72, 129, {{9, 15}}},  // more users than candidates
+      {6, 130, 100, 70, {{3, 50}}},  // N no multiple of 8
       {2, 33, 257, 31, {{1, 100}}},
-      {3, 24, 8, 200, {}},                       // no broadcast term
-      {4, 80, 192, 0, {{2, 48}}},                // nothing of the candidates' own
+      {3, 24, 8, 200, {}},         // no broadcast term
+      {4, 80, 192, 0, {{2, 48}}},  // nothing of the candidates' own
       {4, 80, 128, 48, {{2, 0}}},
-      {4, 72, 64, 40, {{0, 40}}},                // no users: every index is wrong
-      {9, 96, 136, 100, {{4, 60}, {2, 130}}},    // user and vendor
+      {4, 72, 64, 40, {{0, 40}}},              // no users: every index is wrong
+      {9, 96, 136, 100, {{4, 60}, {2, 130}}},  // user and vendor
       {9, 48, 56, 66, {{4, 60}, {3, 20}, {2, 5}, {1, 64}}},
   };
   return sizes;
@@ -121,15 +123,9 @@ TEST(LinearCompression, EveryConfigurationMatchesFloat64AndAllAgreeBitForBit) {
 
 TEST(LinearCompression, OddShapesMatchFloat64) {
   const std::vector<LceSize> sizes = {
-      {1024, 433, 256, 866, {{15, 1178}}},
-      {10, 433, 256, 866, {{1, 1178}}},
-      {64, 433, 256, 866, {{64, 1178}}},
-      {20, 433, 256, 866, {{100, 1178}}},
-      {33, 1024, 512, 300, {{3, 4096}}},
-      {50, 64, 64, 4096, {{7, 100}}},
-      {129, 257, 88, 511, {{11, 129}}},
-      {31, 433, 250, 866, {{3, 1178}}},
-      {16, 999, 333, 777, {{4, 555}}},
+      {1024, 433, 256, 866, {{15, 1178}}}, {10, 433, 256, 866, {{1, 1178}}},  {64, 433, 256, 866, {{64, 1178}}},
+      {20, 433, 256, 866, {{100, 1178}}},  {33, 1024, 512, 300, {{3, 4096}}}, {50, 64, 64, 4096, {{7, 100}}},
+      {129, 257, 88, 511, {{11, 129}}},    {31, 433, 250, 866, {{3, 1178}}},  {16, 999, 333, 777, {{4, 555}}},
   };
   for (LceSize size : sizes) {
     for (const ScalarType type : {kHalf, kBfloat}) {
@@ -214,7 +210,8 @@ TEST(LinearCompression, AThousandLaunchesOnChangingShapesShareAWorkspace) {
     }
     DeviceBuffer larger(linear_compression_workspace_bytes(inputs[i]->problem(), config));
     DeviceBuffer& used = larger.bytes() > bytes ? larger : workspace;
-    linear_compression(inputs[i]->problem(), config, used.as(), used.bytes(), LinearCompressionStage::kFusedWs, nullptr);
+    linear_compression(inputs[i]->problem(), config, used.as(), used.bytes(), LinearCompressionStage::kFusedWs,
+                       nullptr);
     ASSERT_TRUE(inputs[i]->download_out() == expected[i]) << "launch " << launch;
   }
 }
