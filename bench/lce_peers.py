@@ -6,7 +6,7 @@ Triton and TLX kernels, which are not part of this repository: --peers names a f
 Time is on the device: calls are captured in CUDA graphs, every round replays each contestant once, and the median
 counts. Small inputs come in copies, several times the L2 cache together. Results are written after every case.
 
-usage: lce_peers.py --library build/kernels/bench/libikbo_lce_c.so --peers .peers --json lce.json [--cases main|all]"""
+usage: lce_peers.py --library build/kernels/bench/libikbo_lce_c.so --peers .peers --json lce_peers.json [--cases main|all]"""
 
 import argparse
 import ctypes
@@ -210,7 +210,7 @@ def main():
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "date": datetime.date.today().isoformat(),
-        "source_digest": output(os.path.join(root, "scripts/source_digest.sh"), "lce"),
+        "source_digest": output(os.path.join(root, "scripts/source_digest.sh"), "lce_peers"),
         "floor": floor(),
         "rows": [],
     }

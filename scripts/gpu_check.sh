@@ -32,7 +32,7 @@ run_sanitize() {
 }
 
 run_bench() {
-  "$build"/bench/lce_bench --cases main
+  "$build"/bench/lce_bench --cases main --json "${OUT:-$build}/lce_main.json"
   "$build"/bench/lce_bench --cases sweep --json "${OUT:-$build}/lce_sweep.json"
 }
 
