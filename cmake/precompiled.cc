@@ -1,0 +1,1 @@
+// The precompiled header needs a file that it belongs to: cmake/Precompiled.cmake.
