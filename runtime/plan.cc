@@ -6,6 +6,7 @@
 #include <fmt/ranges.h>
 
 #include <algorithm>
+#include <set>
 #include <unordered_map>
 
 #include "graph/error.h"
@@ -71,6 +72,7 @@ class Planner {
 
   Plan make() {
     const c10::InferenceMode inference;
+    find_read_values();
     find_written_inputs();
     bind_inputs();
     for (const Node& node : graph_.nodes) add_step(node);
@@ -87,6 +89,17 @@ class Planner {
     source.kind = Source::Kind::kValue;
     source.slot = slot;
     return source;
+  }
+
+  // Weights that nothing reads are not loaded.
+  void find_read_values() {
+    const auto add = [&](const graph::Argument& value) {
+      for (const std::string& name : graph::value_names(value)) read_.insert(name);
+    };
+    for (const Node& node : graph_.nodes) {
+      for (const graph::NamedArgument& argument : node.inputs) add(argument.value);
+    }
+    for (const graph::OutputSpec& spec : archive_.program.output_specs) add(spec.value);
   }
 
   // Which of the graph's inputs an in-place operator may write into, through any chain of views.
@@ -169,10 +182,11 @@ class Planner {
   void bind_weight(const graph::InputSpec& spec) {
     const std::vector<std::string> names = graph::value_names(spec.value);
     if (names.size() != 1) fail("weight '{}' is not one tensor of the graph", spec.target);
+    if (!read_.contains(names.front())) return;
     const auto* weight = find_weight(spec.target);
     if (weight == nullptr) fail("the archive holds no tensor for '{}'", spec.target);
     at::Tensor tensor = load(*weight);
-    plan_.weight_storages.insert(tensor.storage().unsafeGetStorageImpl());
+    plan_.weight_storages.emplace(tensor.storage().unsafeGetStorageImpl(), tensor.storage());
     if (written_.contains(names.front())) {
       const int slot = new_slot();
       bindings_[names.front()] = slot_source(slot);
@@ -329,7 +343,8 @@ class Planner {
   PlanOptions options_;
   Plan plan_;
   Bindings bindings_;
-  std::set<std::string> written_;
+  std::set<std::string> read_;     // values of the graph that something reads
+  std::set<std::string> written_;  // inputs that an in-place operator may write into
   std::map<std::string, at::Tensor> converted_;
 };
 

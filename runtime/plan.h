@@ -7,7 +7,6 @@
 #include <cstdint>
 #include <map>
 #include <optional>
-#include <set>
 #include <string>
 #include <vector>
 
@@ -69,7 +68,8 @@ struct Plan {
   std::vector<Source> outputs;
   std::vector<std::string> output_names;
   std::vector<CopiedInput> copies;
-  std::set<const c10::StorageImpl*> weight_storages;
+  // Owned: the address of a storage that was freed could come back as a caller's.
+  std::map<const c10::StorageImpl*, c10::Storage> weight_storages;
 };
 
 struct PlanOptions {

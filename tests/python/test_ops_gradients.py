@@ -69,7 +69,7 @@ def test_rows_without_candidates_take_no_part_in_gradients(linear_case, activati
     for create_graph in (False, True):
         poisoned = torch.autograd.grad(case.run().sum(), case.float_tensors, create_graph=create_graph)
         for a, b in zip(clean, poisoned):
-            torch.testing.assert_close(a, b, rtol=0, atol=1e-14)
+            torch.testing.assert_close(a, b, rtol=1e-13, atol=1e-13)
         assert (poisoned[2][[0, 4, 5]] == 0).all()
 
 

@@ -132,6 +132,23 @@ TEST(EagerEngine, InPlaceOperatorsChangeNeitherWeightsNorInputs) {
   EXPECT_TRUE(at::equal(graph::weight_tensor(archive.weights.at("w")), w));
 }
 
+// The storage of a weight that nothing reads is freed; a later tensor at its address is no weight.
+TEST(EagerEngine, UnreadWeightsDoNotTaintLaterTensors) {
+  GraphBuilder g;
+  for (int i = 0; i < 16; ++i) g.weight("unread" + std::to_string(i), at::ones({4}));
+  g.input("x", DType::kFloat32, {kBatch});
+  const std::string copy = g.node("torch.ops.aten.clone.default", {{"self", tensor("x")}}, DType::kFloat32, {kBatch});
+  g.node("torch.ops.aten.relu_.default", {{"self", tensor(copy)}}, DType::kFloat32, {kBatch});
+  const graph::Archive archive = g.finish({copy});
+  const auto engine = make_eager_engine(archive, {});
+  std::vector<at::Tensor> kept;  // so that every run takes another address
+  for (int i = 0; i < 64; ++i) {
+    const std::vector<at::Tensor> inputs{at::full({4}, -1.0)};
+    kept.push_back(engine->run(inputs)[0]);
+    EXPECT_TRUE(at::equal(kept.back(), at::zeros({4})));
+  }
+}
+
 TEST(EagerEngine, TrainingBatchNormLeavesRunningStatisticsAlone) {
   GraphBuilder g;
   g.weight("mean", at::zeros({2}));
