@@ -1,8 +1,6 @@
 // ikbo::broadcast: rows looked up through the index, and its transpose, the sum of candidates' rows by user.
 #include <ATen/Parallel.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -108,58 +106,6 @@ at::Tensor broadcast_backward_meta(const at::Tensor& grad, const at::Tensor& can
   return at::empty_symint(with_rows(grad, std::move(num_users)), grad.options());
 }
 
-at::Tensor call_broadcast(const at::Tensor& x_user, const at::Tensor& candidate_to_user) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("ikbo::broadcast", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&)>();
-  return op.call(x_user, candidate_to_user);
-}
-
-at::Tensor call_broadcast_backward(const at::Tensor& grad, const at::Tensor& candidate_to_user, c10::SymInt num_users) {
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("ikbo::broadcast_backward", "")
-                             .typed<at::Tensor(const at::Tensor&, const at::Tensor&, c10::SymInt)>();
-  return op.call(grad, candidate_to_user, std::move(num_users));
-}
-
-// Lookup and sum are each other's transpose, so derivatives of any order are right.
-struct Broadcast : torch::autograd::Function<Broadcast> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& x_user,
-                            const at::Tensor& candidate_to_user) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({candidate_to_user});
-    ctx->saved_data["num_users"] = x_user.dim() > 0 ? x_user.sym_size(0) : c10::SymInt(0);
-    return call_broadcast(x_user, candidate_to_user);
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& grads) {
-    return {call_broadcast_backward(grads[0], ctx->get_saved_variables()[0], ctx->saved_data["num_users"].toSymInt()),
-            at::Tensor()};
-  }
-};
-
-struct BroadcastBackward : torch::autograd::Function<BroadcastBackward> {
-  static at::Tensor forward(torch::autograd::AutogradContext* ctx, const at::Tensor& grad,
-                            const at::Tensor& candidate_to_user, c10::SymInt num_users) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    ctx->save_for_backward({candidate_to_user});
-    return call_broadcast_backward(grad, candidate_to_user, std::move(num_users));
-  }
-  static torch::autograd::variable_list backward(torch::autograd::AutogradContext* ctx,
-                                                 const torch::autograd::variable_list& grads) {
-    return {call_broadcast(grads[0], ctx->get_saved_variables()[0]), at::Tensor(), at::Tensor()};
-  }
-};
-
-at::Tensor broadcast_autograd(const at::Tensor& x_user, const at::Tensor& candidate_to_user) {
-  return Broadcast::apply(x_user, candidate_to_user);
-}
-
-at::Tensor broadcast_backward_autograd(const at::Tensor& grad, const at::Tensor& candidate_to_user,
-                                       c10::SymInt num_users) {
-  return BroadcastBackward::apply(grad, candidate_to_user, std::move(num_users));
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ikbo, CPU, m) {
@@ -170,11 +116,6 @@ TORCH_LIBRARY_IMPL(ikbo, CPU, m) {
 TORCH_LIBRARY_IMPL(ikbo, Meta, m) {
   m.impl("broadcast", broadcast_meta);
   m.impl("broadcast_backward", broadcast_backward_meta);
-}
-
-TORCH_LIBRARY_IMPL(ikbo, Autograd, m) {
-  m.impl("broadcast", broadcast_autograd);
-  m.impl("broadcast_backward", broadcast_backward_autograd);
 }
 
 }  // namespace ikbo

@@ -28,10 +28,28 @@ TORCH_LIBRARY(ikbo, m) {
   m.def(
       "linear_backward(Tensor grad, Tensor? output, Tensor x_cand, Tensor w_cand, Tensor[] x_bcast, Tensor[] w_bcast, "
       "Tensor[] index, Tensor? bias, str activation, bool[] output_mask) -> Tensor[]");
+  m.def(
+      "linear_compression(Tensor w_cand, Tensor e_cand, Tensor[] w_bcast, Tensor[] e_bcast, Tensor[] index, *, "
+      "ScalarType? out_dtype=None) -> Tensor");
+  m.def(
+      "linear_compression_backward(Tensor grad, Tensor w_cand, Tensor e_cand, Tensor[] w_bcast, Tensor[] e_bcast, "
+      "Tensor[] index, bool[] output_mask) -> Tensor[]");
+  m.def(
+      "target_attention(Tensor q, Tensor k, Tensor v, Tensor candidate_to_user, *, Tensor? kv_lengths=None, "
+      "Tensor? kv_offsets=None, float? scale=None) -> Tensor");
+  m.def(
+      "target_attention_lse(Tensor q, Tensor k, Tensor v, Tensor candidate_to_user, *, Tensor? kv_lengths=None, "
+      "Tensor? kv_offsets=None, float? scale=None) -> (Tensor out, Tensor logsumexp)");
+  m.def(
+      "target_attention_backward(Tensor grad_out, Tensor? grad_logsumexp, Tensor q, Tensor k, Tensor v, Tensor out, "
+      "Tensor logsumexp, Tensor candidate_to_user, Tensor? kv_lengths, Tensor? kv_offsets, float? scale) "
+      "-> (Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(ikbo, FuncTorchDynamicLayerFrontMode, m) {
-  for (const char* name : {"broadcast", "broadcast_backward", "linear", "linear_backward"}) {
+  for (const char* name :
+       {"broadcast", "broadcast_backward", "linear", "linear_backward", "linear_compression",
+        "linear_compression_backward", "target_attention", "target_attention_lse", "target_attention_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_functorch>());
   }
 }

@@ -1,11 +1,9 @@
 // ikbo::linear: y[b] = act(W_cand x_cand[b] + Σ_t W_t x_t[index_t(b)] + bias).
 #include "ops/linear.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
-#include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
 #include <string>
@@ -157,9 +155,6 @@ at::Tensor compute_linear_cpu(std::string_view op, const LinearTensors& tensors,
 
 namespace {
 
-using torch::autograd::AutogradContext;
-using torch::autograd::variable_list;
-
 at::Tensor linear_cpu(const at::Tensor& x_cand, const at::Tensor& w_cand, at::TensorList x_bcast,
                       at::TensorList w_bcast, at::TensorList index, const std::optional<at::Tensor>& bias,
                       std::string_view activation) {
@@ -177,60 +172,6 @@ at::Tensor linear_meta(const at::Tensor& x_cand, const at::Tensor& w_cand, at::T
   return at::empty_symint({x_cand.sym_size(0), w_cand.sym_size(0)}, x_cand.options());
 }
 
-// List arguments must be at::TensorList: of a std::vector<at::Tensor> autograd would see no inputs at all and the
-// gradients of its elements would be lost without a word.
-struct Linear : torch::autograd::Function<Linear> {
-  static at::Tensor forward(AutogradContext* ctx, const at::Tensor& x_cand, const at::Tensor& w_cand,
-                            at::TensorList x_bcast, at::TensorList w_bcast, at::TensorList index,
-                            const std::optional<at::Tensor>& bias, std::string_view activation) {
-    at::AutoDispatchBelowADInplaceOrView below;
-    static const auto op = c10::Dispatcher::singleton()
-                               .findSchemaOrThrow("ikbo::linear", "")
-                               .typed<at::Tensor(const at::Tensor&, const at::Tensor&, at::TensorList, at::TensorList,
-                                                 at::TensorList, const std::optional<at::Tensor>&, std::string_view)>();
-    at::Tensor out = op.call(x_cand, w_cand, x_bcast, w_bcast, index, bias, activation);
-    variable_list saved = {x_cand, w_cand, bias.value_or(at::Tensor()),
-                           derivative_from_output(parse_activation(kLinear, activation)) ? out : at::Tensor()};
-    for (const auto& list : {x_bcast, w_bcast, index}) saved.insert(saved.end(), list.begin(), list.end());
-    ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["activation"] = std::string(activation);
-    return out;
-  }
-
-  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
-    const variable_list saved = ctx->get_saved_variables();
-    const size_t terms = (saved.size() - 4) / 3;
-    const auto list = [&](size_t i) { return at::TensorList(saved.data() + 4 + i * terms, terms); };
-    const std::optional<at::Tensor> bias = saved[2].defined() ? std::make_optional(saved[2]) : std::nullopt;
-    const std::optional<at::Tensor> output = saved[3].defined() ? std::make_optional(saved[3]) : std::nullopt;
-    const LinearTensors tensors{saved[0], saved[1], list(0), list(1), list(2), bias};
-    const std::string activation = ctx->saved_data["activation"].toStringRef();
-
-    // Edges are the tensor inputs in the order of `forward`; the operator's results begin x_cand, w_cand, bias.
-    std::vector<size_t> edge = {0, 1, 2 + 3 * terms};
-    for (size_t i = 0; i < 2 * terms; ++i) edge.push_back(2 + i);
-    c10::List<bool> mask;
-    for (size_t i = 0; i < edge.size(); ++i) {
-      mask.push_back((i != 2 || bias.has_value()) && ctx->needs_input_grad(edge[i]));
-    }
-    const std::vector<at::Tensor> results =
-        at::GradMode::is_enabled()
-            ? differentiable_linear_backward(grads[0], tensors, parse_activation(kLinear, activation))
-            : call_linear_backward(grads[0], output, tensors, activation, mask);
-    variable_list out(2 + 3 * terms + 2);  // and the bias, and the activation, which has no gradient
-    for (size_t i = 0; i < edge.size(); ++i) {
-      if (mask[i]) out[edge[i]] = results[i];
-    }
-    return out;
-  }
-};
-
-at::Tensor linear_autograd(const at::Tensor& x_cand, const at::Tensor& w_cand, at::TensorList x_bcast,
-                           at::TensorList w_bcast, at::TensorList index, const std::optional<at::Tensor>& bias,
-                           std::string_view activation) {
-  return Linear::apply(x_cand, w_cand, x_bcast, w_bcast, index, bias, activation);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ikbo, CPU, m) {
@@ -238,9 +179,6 @@ TORCH_LIBRARY_IMPL(ikbo, CPU, m) {
 }
 TORCH_LIBRARY_IMPL(ikbo, Meta, m) {
   m.impl("linear", linear_meta);
-}
-TORCH_LIBRARY_IMPL(ikbo, Autograd, m) {
-  m.impl("linear", linear_autograd);
 }
 
 }  // namespace ikbo

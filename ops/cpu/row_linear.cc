@@ -1,42 +1,21 @@
 #include "ops/cpu/row_linear.h"
 
 #include <ATen/Parallel.h>
-#include <ATen/Version.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 
 #include <algorithm>
 #include <memory>
-#include <string>
 
+#include "ops/cpu/capability.h"
 #include "ops/cpu/row_linear_kernel.h"
 
 namespace ikbo::cpu {
 namespace {
 
-enum class Capability { kDefault, kAvx2, kAvx512 };
-
-// PyTorch's own choice, so that ATEN_CPU_CAPABILITY moves these kernels too.
-Capability capability() {
-#if defined(IKBO_X86_KERNELS)
-  static const Capability kChosen = [] {
-    const std::string name = at::get_cpu_capability();
-    if (name == "AVX512") return Capability::kAvx512;
-    return name == "AVX2" ? Capability::kAvx2 : Capability::kDefault;
-  }();
-  return kChosen;
-#else
-  return Capability::kDefault;
-#endif
-}
-
 template <typename T, typename Out>
 const RowLinearKernels<T, Out>& kernels() {
-#if defined(IKBO_X86_KERNELS)
-  if (capability() == Capability::kAvx512) return AVX512::row_linear_kernels<T, Out>();
-  if (capability() == Capability::kAvx2) return AVX2::row_linear_kernels<T, Out>();
-#endif
-  return DEFAULT::row_linear_kernels<T, Out>();
+  return IKBO_CPU_KERNEL(row_linear_kernels<T, Out>());
 }
 
 int64_t divide_up(int64_t a, int64_t b) {

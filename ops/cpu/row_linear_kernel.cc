@@ -225,6 +225,13 @@ void pack(const RowLinear<T, Out>& job, int64_t column, int64_t columns, AccOf<T
   using Acc = AccOf<T>;
   constexpr int64_t kBlock = 16;  // of both directions, so that the lines written stay in the cache until full
   const int64_t width = (columns + kVector<Acc> - 1) / kVector<Acc> * kVector<Acc>;
+  if (job.w_row_stride == 1) {  // Wᵀ lies in memory as it is: rows are copied
+    for (int64_t i = 0; i < job.k; ++i) {
+      load_row(job.w + column + i * job.w_col_stride, 1, columns, panel + i * width);
+      std::fill(panel + i * width + columns, panel + (i + 1) * width, Acc(0));
+    }
+    return;
+  }
   Acc block[kBlock * kBlock];
   for (int64_t i = 0; i < job.k; i += kBlock) {
     const int64_t depth = std::min(kBlock, job.k - i);

@@ -1,0 +1,67 @@
+// Compiled once for each instruction set (CPU_CAPABILITY names it), like row_linear_kernel.cc.
+#include "ops/cpu/attention_kernel.h"
+
+#include <ATen/cpu/vec/functional.h>
+#include <ATen/cpu/vec/vec.h>
+
+#include <cmath>
+#include <limits>
+
+namespace ikbo::cpu::CPU_CAPABILITY {
+namespace {
+
+template <typename Acc>
+using Vec = at::vec::Vectorized<Acc>;
+
+template <typename Acc>
+Acc fold_softmax_block(Acc* logits, int64_t count, Acc scale, Acc* maximum, Acc* sum) {
+  constexpr int64_t kStep = Vec<Acc>::size();
+  const int64_t whole = count / kStep * kStep;
+  const Acc lowest = -std::numeric_limits<Acc>::infinity();
+  // The maximum is that of the scaled logits, for a scale may be negative. NaN must stay: at::vec::maximum keeps it.
+  Vec<Acc> largest(lowest);
+  for (int64_t i = 0; i < whole; i += kStep) {
+    const Vec<Acc> scaled = Vec<Acc>::loadu(logits + i) * Vec<Acc>(scale);
+    scaled.store(logits + i);
+    largest = at::vec::maximum(largest, scaled);
+  }
+  Acc block =
+      at::vec::vec_reduce_all<Acc>([](const auto& a, const auto& b) { return at::vec::maximum(a, b); }, largest);
+  for (int64_t i = whole; i < count; ++i) {
+    logits[i] *= scale;
+    block = std::isnan(logits[i]) || logits[i] > block ? logits[i] : block;
+  }
+  const Acc before = *maximum;
+  const Acc now = std::isnan(block) || block > before ? block : before;
+  *maximum = now;
+
+  Vec<Acc> total(Acc(0));
+  for (int64_t i = 0; i < whole; i += kStep) {
+    const Vec<Acc> weight = (Vec<Acc>::loadu(logits + i) - Vec<Acc>(now)).exp();
+    weight.store(logits + i);
+    total = total + weight;
+  }
+  if (whole < count) {
+    // The rest of the last vector is −∞, whose weight is 0.
+    Acc rest[kStep];
+    for (int64_t i = 0; i < kStep; ++i) rest[i] = whole + i < count ? logits[whole + i] : lowest;
+    const Vec<Acc> weight = (Vec<Acc>::loadu(rest) - Vec<Acc>(now)).exp();
+    weight.store(logits + whole, static_cast<int>(count - whole));
+    total = total + weight;
+  }
+  const Acc factor = std::exp(before - now);
+  *sum = *sum * factor + at::vec::vec_reduce_all<Acc>([](const auto& a, const auto& b) { return a + b; }, total);
+  return factor;
+}
+
+}  // namespace
+
+template <typename Acc>
+SoftmaxBlock<Acc> softmax_block() {
+  return fold_softmax_block<Acc>;
+}
+
+template SoftmaxBlock<float> softmax_block();
+template SoftmaxBlock<double> softmax_block();
+
+}  // namespace ikbo::cpu::CPU_CAPABILITY
