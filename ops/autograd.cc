@@ -201,6 +201,16 @@ struct TargetAttention : torch::autograd::Function<TargetAttention> {
 at::Tensor target_attention_autograd(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                      const at::Tensor& candidate_to_user, const std::optional<at::Tensor>& kv_lengths,
                                      const std::optional<at::Tensor>& kv_offsets, std::optional<double> scale) {
+  if (!at::GradMode::is_enabled() || !(q.requires_grad() || k.requires_grad() || v.requires_grad())) {
+    // Nobody needs the log-sum-exp.
+    at::AutoDispatchBelowADInplaceOrView below;
+    using Signature =
+        at::Tensor(const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+                   const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, std::optional<double>);
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("ikbo::target_attention", "").typed<Signature>();
+    return op.call(q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale);
+  }
   return TargetAttention::apply(q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale)[0];
 }
 

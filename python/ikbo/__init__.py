@@ -1,8 +1,8 @@
 """Operators for ranking models whose request-only inputs keep one row a request.
 
 ``import ikbo`` registers ``torch.ops.ikbo.*``, which archives written by ``ikbo transform`` need before
-``torch.export.load`` can read them. Model authors can call :func:`broadcast` and :func:`linear` directly, in
-training too: gradients, ``torch.export`` and ``torch.compile`` are supported.
+``torch.export.load`` can read them. Model authors can call the functions below directly, in training too: gradients,
+``torch.export`` and ``torch.compile`` are supported.
 """
 
 from __future__ import annotations
@@ -15,7 +15,14 @@ from typing import TYPE_CHECKING, Literal, Optional, Sequence
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["broadcast", "library_path", "linear"]
+__all__ = [
+    "broadcast",
+    "library_path",
+    "linear",
+    "linear_compression",
+    "target_attention",
+    "target_attention_lse",
+]
 __version__ = "0.1.0"
 
 _TORCH_VERSION = "2.11"
@@ -124,3 +131,105 @@ def linear(
     import torch
 
     return torch.ops.ikbo.linear(x_cand, w_cand, list(x_bcast), list(w_bcast), list(index), bias, activation)
+
+
+def linear_compression(
+    w_cand: torch.Tensor,
+    e_cand: torch.Tensor,
+    w_bcast: Sequence[torch.Tensor],
+    e_bcast: Sequence[torch.Tensor],
+    index: Sequence[torch.Tensor],
+    *,
+    out_dtype: Optional[torch.dtype] = None,
+) -> torch.Tensor:
+    """Linear compression of an embedding stack that never concatenates or replicates embeddings.
+
+    ``out[b] = W_cand E_cand[b] + sum_t W_t E_t[index[t][b]]``, which equals
+    ``cat([W_cand, W_0, ...], 1) @ cat([E_cand[b], E_0[index[0][b]], ...], 0)``. Each ``W_t E_t`` is computed once at its
+    own batch. Sums are kept in float32 (float64 for float64) and rounded once. A candidate's result is the same bit for
+    bit whatever else is in the batch.
+
+    Args:
+        w_cand: ``(M, K_cand)`` in float64, float32, bfloat16 or float16; ``K_cand`` may be 0.
+        e_cand: ``(B_cand, K_cand, N)``.
+        w_bcast: for each broadcast term ``(M, K_t)``.
+        e_bcast: for each broadcast term ``(B_t, K_t, N)``.
+        index: for each broadcast term int32 ``(B_cand,)`` with values in ``[0, B_t)``, in any order.
+        out_dtype: type of the result: that of ``e_cand`` (the default) or the one that sums are kept in.
+
+    Returns:
+        Contiguous ``(B_cand, M, N)``.
+
+    Raises:
+        IndexError: an index value is out of range (names position and value).
+        TypeError, ValueError: an argument has the wrong element type, layout, device or shape.
+    """
+    import torch
+
+    return torch.ops.ikbo.linear_compression(
+        w_cand, e_cand, list(w_bcast), list(e_bcast), list(index), out_dtype=out_dtype
+    )
+
+
+def target_attention(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    candidate_to_user: torch.Tensor,
+    *,
+    kv_lengths: Optional[torch.Tensor] = None,
+    kv_offsets: Optional[torch.Tensor] = None,
+    scale: Optional[float] = None,
+) -> torch.Tensor:
+    """The seeds of each candidate attend, without mask, to the history of the candidate's user, which is never copied.
+
+    ``out[b] = softmax(scale * q[b] k[u]^T) v[u]`` for every head, with ``u = candidate_to_user[b]`` and only the valid
+    rows of ``k[u]`` and ``v[u]``. Rows beyond them are not read. A candidate's result is the same bit for bit whatever
+    else is in the batch.
+
+    Args:
+        q: ``(B_cand, n_seed, H_q, D)`` in float64, float32, bfloat16 or float16.
+        k: ``(B_user, L, H_kv, D)``, or packed ``(sum of lengths, H_kv, D)`` with ``kv_offsets``; ``H_q`` is a multiple
+            of ``H_kv``, and query head ``h`` reads key head ``h // (H_q / H_kv)``.
+        v: as ``k``.
+        candidate_to_user: int32 ``(B_cand,)`` with values in ``[0, B_user)``, in any order, with repeats.
+        kv_lengths: int32 ``(B_user,)``, the valid prefix of each padded history; all of ``L`` where absent.
+        kv_offsets: int32 ``(B_user + 1,)``, where each user's rows begin and end in packed histories.
+        scale: factor of the logits, ``1 / sqrt(D)`` where absent.
+
+    Returns:
+        Contiguous ``(B_cand, n_seed, H_q, D)``; zeros for a user without history.
+
+    Raises:
+        IndexError: a value of ``candidate_to_user`` is out of range (names position and value).
+        TypeError, ValueError: an argument has the wrong element type, layout, device or shape, lengths are outside
+            ``[0, L]`` or offsets decrease.
+    """
+    import torch
+
+    return torch.ops.ikbo.target_attention(
+        q, k, v, candidate_to_user, kv_lengths=kv_lengths, kv_offsets=kv_offsets, scale=scale
+    )
+
+
+def target_attention_lse(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    candidate_to_user: torch.Tensor,
+    *,
+    kv_lengths: Optional[torch.Tensor] = None,
+    kv_offsets: Optional[torch.Tensor] = None,
+    scale: Optional[float] = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`target_attention` and the logarithm of the sum of the exponentials of each row's logits.
+
+    Returns:
+        The result of :func:`target_attention`, and ``(B_cand, n_seed, H_q)`` in float32 (float64 for float64), minus
+        infinity for a user without history. Parts of a history combine exactly through it.
+    """
+    import torch
+
+    return torch.ops.ikbo.target_attention_lse(
+        q, k, v, candidate_to_user, kv_lengths=kv_lengths, kv_offsets=kv_offsets, scale=scale
+    )
