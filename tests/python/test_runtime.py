@@ -11,6 +11,8 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
+import ikbo  # noqa: F401  registers the operators of transformed archives
+
 ROOT = Path(__file__).resolve().parents[2]
 DTYPES = {str(t).removeprefix("torch."): t for t in (torch.float64, torch.float32, torch.float16, torch.bfloat16,
                                                      torch.int64, torch.int32, torch.bool, torch.uint8)}
@@ -23,6 +25,11 @@ def runner():
         if place.exists():
             return str(place)
     pytest.skip("ikbo_run_archive is not built: cmake --preset tests && cmake --build --preset tests")
+
+
+def command_line():
+    place = Path(os.environ.get("IKBO", ROOT / "build/tests/cli/ikbo"))
+    return place if place.exists() else pytest.skip("the command is not built")
 
 
 def write_inputs(folder, tensors):
@@ -255,38 +262,52 @@ def test_higher_order_operators_name_the_remedy(tmp_path):
     assert "run_decompositions({})" in result.stderr
 
 
-def test_not_slower_than_module(tmp_path):
-    """The whole of ep.module(), on one thread. The bound is generous: machines that run tests are busy."""
+@pytest.mark.parametrize("archive", ["exported", "broadcast"])
+def test_not_slower_than_module(archive, tmp_path):
+    """The whole of ep.module() on the same archive, on one thread: one that PyTorch exported, and one written by
+    `ikbo transform --mode broadcast`. The bound is that of a quiet machine; a busy one has several tries."""
 
     class Deep(nn.Module):
         def __init__(self):
             super().__init__()
             self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(30))
 
-        def forward(self, x):
+        def forward(self, user, item):
+            x = torch.cat([user, item], 1)
             for layer in self.layers:
                 x = torch.relu(layer(x)) + x
             return x
 
-    program = torch.export.export(Deep().eval(), (torch.randn(4, 16),),
-                                  dynamic_shapes=({0: torch.export.Dim("batch")},)).run_decompositions({})
-    torch.export.save(program, tmp_path / "model.pt2")
-    x = torch.randn(8, 16)
-    folder = write_inputs(tmp_path / "case", [x])
-    module = program.module()
+    batch = {0: torch.export.Dim("batch", min=2)}
+    program = torch.export.export(
+        Deep().eval(), (torch.randn(4, 8), torch.randn(4, 8)), dynamic_shapes=(batch, batch)
+    ).run_decompositions({})
+    path = tmp_path / "model.pt2"
+    torch.export.save(program, path)
+    inputs = [torch.randn(8, 8), torch.randn(8, 8)]
+    if archive == "broadcast":
+        path = tmp_path / "model.broadcast.pt2"
+        command = [command_line(), "transform", tmp_path / "model.pt2", "--request-only", "user", "--mode", "broadcast"]
+        subprocess.run([*command, "-o", path], check=True, capture_output=True)
+        inputs = [torch.randn(2, 8), inputs[1], torch.tensor([0, 1, 1, 0, 0, 1, 0, 1], dtype=torch.int32)]
+    folder = write_inputs(tmp_path / "case", inputs)
+    module = torch.export.load(path).module()
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        best = []
-        for _ in range(3):  # alternately, so that other load falls on both
+        best = float("inf")
+        for _ in range(6):  # alternately, so that other load falls on both
             times = []
             with torch.inference_mode():
                 for _ in range(200):
                     start = time.perf_counter()
-                    module(x)
+                    module(*inputs)
                     times.append((time.perf_counter() - start) * 1e6)
-            ours = float(run(tmp_path / "model.pt2", [folder], "--time", "200", "--threads", "1").stdout)
-            best.append(ours / sorted(times)[len(times) // 2])
+            ours = float(run(path, [folder], "--time", "200", "--threads", "1").stdout)
+            best = min(best, ours / sorted(times)[len(times) // 2])
+            if best < 1.05:
+                break
     finally:
         torch.set_num_threads(before)
-    assert min(best) < 1.05, f"C++ took {min(best):.2f} of the time of ExportedProgram.module()"
+    print(f"C++ takes {best:.2f} of the time of ExportedProgram.module()")
+    assert best < 1.05

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -123,11 +124,14 @@ def test_concat_and_linear_become_one_ikbo_operator(tmp_path):
     assert reports
 
 
-def test_torch_compile_and_other_sizes(tmp_path):
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_torch_compile_and_other_sizes(backend, tmp_path):
+    if backend == "inductor" and not (os.environ.get("CXX") or shutil.which("g++")):
+        pytest.skip("needs a C++ compiler")
     model, example = Tower(), tower_example()
     export(model, example, tmp_path / "m.pt2")
     transform(tmp_path / "m.pt2", tmp_path / "m.ikbo.pt2")
-    compiled = torch.compile(torch.export.load(tmp_path / "m.ikbo.pt2").module(), backend="aot_eager", dynamic=True)
+    compiled = torch.compile(torch.export.load(tmp_path / "m.ikbo.pt2").module(), backend=backend, dynamic=True)
     for users, candidates in ((3, 7), (2, 50)):
         rows = draw(example, users, candidates)
         index = torch.randint(users, (candidates,), dtype=torch.int32)
