@@ -1,0 +1,141 @@
+"""Takes one exported configuration through transform, verify, torch.export.load and the measurement.
+
+Every step is recorded in FOLDER/check.json; a step that fails keeps the others. Results are kept as long as neither the
+archive nor the command changes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+COMMAND = Path(os.environ.get("IKBO", "build/tests/cli/ikbo")).resolve()
+RUNNER = Path(os.environ.get("IKBO_RUN_ARCHIVE", "build/tests/tests/runtime/ikbo_run_archive")).resolve()
+SECONDS = 600  # that one command may take
+USERS, CANDIDATES_A_USER = 15, 70
+MODES = ("broadcast", "split", "ikbo")
+# module() and the C++ runtime run the same operators: what differs is how a library splits its work.
+SAME_SCORES = 1e-6
+
+
+def ikbo_command(*arguments: str) -> tuple[int, str, str]:
+    try:
+        done = subprocess.run([COMMAND, *arguments], capture_output=True, text=True, timeout=SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return 124, "", f"took longer than {SECONDS} s"
+    return done.returncode, done.stdout, done.stderr
+
+
+def last_line(text: str) -> str:
+    lines = [line for line in text.strip().splitlines() if line.strip()]
+    return lines[-1].replace("ikbo: ", "", 1)[:400] if lines else ""
+
+
+def transform(archive: Path, target: Path, request_only: list[str]) -> dict[str, Any]:
+    start = time.perf_counter()
+    code, out, err = ikbo_command("transform", str(archive), "--request-only", ",".join(request_only), "-o", str(target), "--json")
+    if code:
+        return {"passed": False, "message": last_line(err) or f"exit code {code}"}
+    report = json.loads(out)
+    report.pop("inputs")
+    return {"passed": True, "seconds": round(time.perf_counter() - start, 3), "report": report}
+
+
+def verify(archive: Path, target: Path) -> dict[str, Any]:
+    code, out, err = ikbo_command("verify", str(archive), str(target), "--json")
+    if code not in (0, 1) or not out:
+        return {"passed": False, "message": last_line(err) or f"exit code {code}"}
+    result = json.loads(out)
+    result["mappings"] = sorted({c["mapping"] for c in result["checks"]})
+    failed = [c for c in result.pop("checks") if not c["passed"]]
+    if failed:
+        result["failed"] = failed[:3]
+    return result
+
+
+def write_tensors(folder: Path, tensors: list[torch.Tensor]) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    entries = []
+    for i, tensor in enumerate(tensors):
+        tensor = tensor.contiguous()
+        entries.append({"dtype": str(tensor.dtype)[6:], "sizes": list(tensor.shape), "strides": list(tensor.stride())})
+        (folder / f"input_{i}.bin").write_bytes(tensor.numpy().tobytes())
+    (folder / "inputs.json").write_text(json.dumps(entries))
+
+
+def standard_load(target: Path, program: Any, folder: Path) -> dict[str, Any]:
+    """torch.export.load(...).module() against the C++ runtime, on the same inputs."""
+    from torch.utils._pytree import tree_flatten
+
+    inputs = program.inputs()
+    with torch.no_grad():
+        expected = [t for t in tree_flatten(program.call(inputs))[0] if isinstance(t, torch.Tensor)]
+    write_tensors(folder, inputs)
+    done = subprocess.run([RUNNER, str(target), str(folder), "--threads", "1"], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return {"passed": False, "message": last_line(done.stderr)}
+    worst = 0.0
+    for i, (entry, tensor) in enumerate(zip(json.loads((folder / "outputs.json").read_text()), expected)):
+        got = torch.frombuffer(bytearray((folder / f"output_{i}.bin").read_bytes()), dtype=getattr(torch, entry["dtype"]))
+        got, tensor = got.reshape(entry["sizes"]).double(), tensor.double()
+        if got.shape != tensor.shape or not torch.equal(got.isnan(), tensor.isnan()):
+            return {"passed": False, "message": f"output {i} differs in shape or NaN"}
+        scale = max(float(tensor.nan_to_num().abs().max()), 1e-30)
+        worst = max(worst, float((got - tensor).nan_to_num().abs().max()) / scale)
+    return {"passed": worst <= SAME_SCORES, "largest_relative_difference": worst}
+
+
+def examine(functional: Path, target: Path, request_only: list[str], folder: Path) -> dict[str, Any]:
+    from watch import Program, request_only_arithmetic
+
+    before, after = Program(functional, request_only), Program(target, request_only)
+    result: dict[str, Any] = {"load": standard_load(target, after, folder / "run")}
+    total, _ = request_only_arithmetic(before)
+    once_a_user, copied = request_only_arithmetic(after)
+    share = None if total == 0 else max(0.0, 1.0 - copied / total)
+    result["arithmetic"] = {"request_only": total, "at_user_batch": once_a_user, "still_copied": copied, "share": share}
+    return result
+
+
+def stamp(folder: Path) -> str:
+    command = COMMAND.stat()
+    archive = (folder / "functional.pt2").stat()
+    return f"{command.st_mtime_ns} {command.st_size} {archive.st_mtime_ns} {archive.st_size}"
+
+
+def check(folder: Path) -> dict[str, Any]:
+    exported = json.loads((folder / "export.json").read_text())
+    result: dict[str, Any] = {"stamp": stamp(folder), "name": exported["name"], "class": exported["class"]}
+    request_only = exported["request_only"]
+    functional, target = folder / "functional.pt2", folder / "transformed.pt2"
+    result["transform"] = transform(functional, target, request_only)
+    if result["transform"]["passed"]:
+        result["verify"] = verify(functional, target)
+        try:
+            result |= examine(functional, target, request_only, folder)
+        except Exception as error:  # noqa: BLE001
+            result["load"] = {"passed": False, "message": f"{type(error).__name__}: {error}"[:400]}
+    raw_target = folder / "transformed_raw.pt2"
+    result["raw"] = transform(folder / "raw.pt2", raw_target, request_only)
+    if result["raw"]["passed"]:
+        result["raw"]["verify"] = verify(folder / "raw.pt2", raw_target)
+        raw_target.unlink()
+    return result
+
+
+def measure(folder: Path, seconds: float, threads: int) -> dict[str, Any]:
+    exported = json.loads((folder / "export.json").read_text())
+    code, out, err = ikbo_command(
+        "bench", "model", str(folder / "functional.pt2"), "--request-only", ",".join(exported["request_only"]), "--json",
+        "--users", str(USERS), "--candidates", str(CANDIDATES_A_USER), "--seconds", str(seconds), "--threads", str(threads),
+    )  # fmt: skip
+    if code:
+        return {"stamp": stamp(folder), "message": last_line(err)}
+    rows = {row["name"]: row for row in json.loads(out)["rows"]}
+    return {"stamp": stamp(folder), "threads": threads, **{m: round(rows[m]["us"], 1) for m in MODES}}
