@@ -33,6 +33,7 @@ Json to_json(const runtime::VerifyResult& result, bool passed) {
                {"user_inputs_move_scores", result.user_inputs_move_scores},
                {"candidate_inputs_move_scores", result.candidate_inputs_move_scores},
                {"worst_ratio", finite(result.worst_ratio)}};
+  json["skipped"] = result.skipped;
   json["checks"] = Json::array();
   for (const runtime::VerifyCheck& c : result.checks) {
     json["checks"].push_back({{"mapping", c.mapping},
@@ -72,6 +73,9 @@ void print(const runtime::VerifyResult& result, const VerifyCommand& command, bo
                               : "FAILED"});
   }
   std::cout << table.str() << "\n";
+  for (const std::string& skipped : result.skipped) {
+    std::cout << fmt::format("Skipped, since the original itself fails there: {}\n", skipped);
+  }
   if (reference) {
     std::cout << "Errors are the largest differences from the original run in float64; the transformed model's may be\n"
                  "twice the largest of the original's own (plus a few units in the last place).\n";

@@ -190,6 +190,8 @@ struct Program {
 /// Reads and writes `models/model.json`. Throws ikbo::Error with what is wrong and where.
 Program parse_program(const Json& model);
 Json emit_program(const Program& program);
+/// A graph inside an argument ("as_graph"), whose symbols are those of `program`.
+Graph parse_graph(const Json& graph, const Program& program);
 
 /// One tensor that the caller passes: the name in the graph, and the name the model's author knows it by.
 struct UserInput {

@@ -493,6 +493,13 @@ struct Writer {
 
 }  // namespace
 
+Graph parse_graph(const Json& graph, const Program& program) {
+  Program inner;
+  inner.hints = program.hints;
+  Reader{inner}.graph(graph);
+  return std::move(inner.graph);
+}
+
 Program parse_program(const Json& model) {
   Program program;
   Reader{program}.read(model);

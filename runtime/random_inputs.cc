@@ -5,6 +5,7 @@
 #include <ATen/ops/full.h>
 
 #include <algorithm>
+#include <cmath>
 #include <limits>
 
 #include "graph/error.h"
@@ -33,6 +34,7 @@ RandomInputs::RandomInputs(const graph::Archive& transformed, const graph::Speci
         bounds = {std::min<std::int64_t>(0, bounds.min), std::max<std::int64_t>(1, bounds.max)};
     }
     bounds_.push_back(bounds);
+    note_whole_numbers(i, sample);
     for (std::size_t d = 0; d < meta.sizes.size(); ++d) {
       for (const std::string& symbol : meta.sizes[d].symbols()) {
         if (symbol == user_symbol_ || symbol == candidate_symbol_ || symbols_.contains(symbol)) continue;
@@ -50,6 +52,30 @@ RandomInputs::RandomInputs(const graph::Archive& transformed, const graph::Speci
   }
 }
 
+void RandomInputs::note_whole_numbers(std::size_t input, const at::Tensor& sample) {
+  if (!sample.defined() || sample.dim() == 0 || sample.numel() == 0) return;
+  if (!at::isFloatingType(sample.scalar_type())) return;
+  const at::Tensor rows = sample.to(at::kDouble).reshape({sample.size(0), -1}).contiguous();
+  const auto* values = rows.const_data_ptr<double>();
+  std::vector<Bounds> positions;
+  bool any = false;
+  for (std::int64_t p = 0; p < rows.size(1); ++p) {
+    double low = values[p];
+    double high = values[p];
+    bool whole = true;
+    for (std::int64_t r = 0; r < rows.size(0); ++r) {
+      const double v = values[r * rows.size(1) + p];
+      whole = whole && v == std::floor(v) && std::abs(v) < 1e9;
+      low = std::min(low, v);
+      high = std::max(high, v);
+    }
+    whole = whole && low < high;  // a constant says nothing of its range
+    any = any || whole;
+    positions.push_back(whole ? Bounds{static_cast<std::int64_t>(low), static_cast<std::int64_t>(high)} : Bounds{1, 0});
+  }
+  if (any) whole_[input] = std::move(positions);
+}
+
 std::int64_t RandomInputs::uniform(std::int64_t min, std::int64_t max) {
   return std::uniform_int_distribution<std::int64_t>(min, std::max(min, max))(random_);
 }
@@ -65,6 +91,13 @@ at::Tensor RandomInputs::draw_input(std::size_t input, const std::vector<std::in
     out[i] = at::isFloatingType(type) ? normal(random_)
              : type == at::kBool      ? static_cast<double>(uniform(0, 1))
                                       : static_cast<double>(uniform(bounds_[input].min, bounds_[input].max));
+  }
+  if (const auto whole = whole_.find(input); whole != whole_.end()) {
+    const auto& positions = whole->second;
+    for (std::int64_t i = 0; i < values.numel(); ++i) {
+      const Bounds& b = positions[static_cast<std::size_t>(i) % positions.size()];
+      if (b.min <= b.max) out[i] = static_cast<double>(uniform(b.min, b.max));
+    }
   }
   at::Tensor low = at::full(sizes, -std::numeric_limits<double>::infinity(), at::kDouble);
   at::Tensor high = at::full(sizes, std::numeric_limits<double>::infinity(), at::kDouble);

@@ -16,7 +16,9 @@
 namespace ikbo::runtime {
 
 /// Random inputs that a transformed archive accepts, from its own metadata: valid ids where an input is used as an
-/// index, normal numbers, and for other integers what the sample inputs show (0 or 1 where there are none).
+/// index, normal numbers, and for other integers what the sample inputs show (0 or 1 where there are none). A position
+/// of a floating input that holds whole numbers in every sample (a count or a length in a packed matrix) is drawn
+/// likewise.
 class RandomInputs {
  public:
   RandomInputs(const graph::Archive& transformed, const graph::Specification& specification, std::uint64_t seed);
@@ -35,12 +37,14 @@ class RandomInputs {
     std::int64_t min = 0;
     std::int64_t max = 1;
   };
+  void note_whole_numbers(std::size_t input, const at::Tensor& sample);
   at::Tensor draw_input(std::size_t input, const std::vector<std::int64_t>& sizes);
   std::int64_t uniform(std::int64_t min, std::int64_t max);
 
   RequestLayout layout_;
   std::vector<graph::TensorMeta> metas_;
-  std::vector<Bounds> bounds_;  // of integers that are no ids
+  std::vector<Bounds> bounds_;                        // of integers that are no ids
+  std::map<std::size_t, std::vector<Bounds>> whole_;  // of floating inputs, by position in a row; min > max: any number
   std::vector<IdRange> ids_;
   std::map<std::string, std::int64_t> symbols_;  // sizes other than the batches
   std::string user_symbol_;

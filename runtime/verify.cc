@@ -216,7 +216,14 @@ class Verifier {
 
   void measure(const Case& c, std::vector<Measured>& measured) {
     const Tensors broadcast = original_inputs(c.inputs);
-    const Tensors original = original_->run(broadcast);
+    Tensors original;
+    try {
+      original = original_->run(broadcast);
+    } catch (const std::exception& error) {
+      if (measured.empty()) throw;
+      result_.skipped.push_back(fmt::format("{} users, {} candidates: {}", c.users, c.candidates, error.what()));
+      return;
+    }
     const Tensors transformed = transformed_->run(c.inputs);
     const Tensors reference = reference_outputs(broadcast);
     if (original.size() != transformed.size()) {

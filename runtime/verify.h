@@ -43,6 +43,8 @@ struct VerifyResult {
   bool has_user_inputs = false;
   bool has_candidate_inputs = false;
   std::vector<VerifyCheck> checks;
+  /// Sizes at which the original itself fails (a model that squeezes its batch away): nothing to compare there.
+  std::vector<std::string> skipped;
   bool dead() const {
     return (has_user_inputs && !user_inputs_move_scores) || (has_candidate_inputs && !candidate_inputs_move_scores);
   }

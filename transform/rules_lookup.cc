@@ -70,6 +70,56 @@ RuleResult index(const RuleInput& in) {
   return one({of_self->axis + (at < of_self->axis ? in.rank(name) - 1 : 0), of_self->inner});
 }
 
+// select_scatter, slice_scatter: a row of `src` into a row of `self`, along another dimension than the batch.
+RuleResult scatter_part(const RuleInput& in) {
+  const std::string* self = in.tensor("self");
+  const std::string* src = in.tensor("src");
+  if (self == nullptr || src == nullptr) return std::nullopt;
+  const int rank = in.rank(*self);
+  const auto d = in.node().find("dim") == nullptr ? std::optional<int>(0) : in.dim("dim", rank);
+  const bool drops = aten_name(in.node().target) == "select_scatter";
+  const Batch* of_self = in.batch(*self);
+  const Batch* of_src = in.batch(*src);
+  if (!d || of_self == nullptr || of_src == nullptr || *d == of_self->axis) return std::nullopt;
+  const Batch expected{of_self->axis - (drops && *d < of_self->axis ? 1 : 0), of_self->inner};
+  if (!(*of_src == expected)) return std::nullopt;
+  return one(*of_self);
+}
+
+// index_put(self, [mask], value): one value wherever a mask of the same rows says so.
+// index_put(self, [None, ..., index, ...], value): one value at shared positions of another dimension than the batch.
+RuleResult index_put(const RuleInput& in) {
+  const Batch* b = in.batch_of("self");
+  const std::string* values = in.tensor("values");
+  const auto* argument = in.node().find("indices");
+  if (b == nullptr || values == nullptr || argument == nullptr || in.batch(*values) != nullptr) return std::nullopt;
+  for (const graph::Expr& e : in.meta(*values).sizes) {
+    if (!e.is_integer(1)) return std::nullopt;
+  }
+  std::vector<std::optional<std::string>> indices;
+  if (const auto* list = std::get_if<graph::OptionalTensorListArg>(argument)) {
+    indices = list->names;
+  } else {
+    for (const std::string& name : graph::value_names(*argument)) indices.emplace_back(name);
+  }
+  int at = 0;
+  int given = 0;
+  for (const auto& name : indices) {
+    if (!name) {
+      ++at;
+      continue;
+    }
+    if (++given > 1) return std::nullopt;
+    const Batch* own = in.batch(*name);
+    if (in.meta(*name).dtype == graph::DType::kBool) {
+      if (own == nullptr || at != 0 || !(*own == *b)) return std::nullopt;
+    } else if (own != nullptr || at == b->axis) {
+      return std::nullopt;
+    }
+  }
+  return one(*b);
+}
+
 RuleResult one_hot(const RuleInput& in) {
   const Batch* b = in.batch_of("self");
   const auto classes = in.integer("num_classes");
@@ -85,6 +135,8 @@ void add_lookup_rules(RuleTable& table) {
   for (const char* name : {"gather", "scatter", "scatter_add", "scatter_reduce", "take_along_dim"})
     table[name] = {gather};
   table["index"] = {index};
+  table["index_put"] = {index_put};
+  for (const char* name : {"select_scatter", "slice_scatter"}) table[name] = {scatter_part};
   table["one_hot"] = {one_hot};
 }
 

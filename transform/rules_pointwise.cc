@@ -35,6 +35,7 @@ const std::set<std::string, std::less<>>& pointwise_names() {
                                                         "clip",
                                                         "clone",
                                                         "contiguous",
+                                                        "copy",
                                                         "copysign",
                                                         "cos",
                                                         "cosh",
@@ -147,6 +148,7 @@ const std::set<std::string, std::less<>>& pointwise_names() {
                                                         "type_as",
                                                         "where",
                                                         "xlogy",
+                                                        "zero",
                                                         "zeros_like"};
   return names;
 }

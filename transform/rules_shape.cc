@@ -196,7 +196,7 @@ RuleResult flip(const RuleInput& in) {
   return one(*b);
 }
 
-// constant_pad_nd(self, pad): pad counts pairs from the last dimension backwards.
+// constant_pad_nd(self, pad), pad(self, pad, mode): pad counts pairs from the last dimension backwards.
 RuleResult pad(const RuleInput& in) {
   const Batch* b = in.batch_of("self");
   const auto pads = in.integers("pad");
@@ -243,7 +243,7 @@ void add_shape_rules(RuleTable& table) {
   }
   for (const char* name : {"cat", "concat", "concatenate", "stack"}) table[name] = {cat};
   table["flip"] = {flip};
-  table["constant_pad_nd"] = {pad};
+  for (const char* name : {"constant_pad_nd", "pad"}) table[name] = {pad};
   for (const char* name : {"tril", "triu"}) table[name] = {triangle};
   for (const char* name : {"zeros", "ones", "full", "new_zeros", "new_ones", "new_full"}) table[name] = {create, true};
 }

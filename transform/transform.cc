@@ -6,6 +6,7 @@
 #include "graph/error.h"
 #include "transform/assemble.h"
 #include "transform/builder.h"
+#include "transform/functional.h"
 #include "transform/inputs.h"
 #include "transform/rewriter.h"
 
@@ -108,6 +109,11 @@ Result transform(const graph::Archive& archive, const Options& options) {
   if (archive.extra_files.contains(graph::Specification::kFile)) {
     fail("the archive is transformed already; transform the original again instead");
   }
+  if (needs_functional(program)) {
+    graph::Archive without = archive;
+    without.program = functional(program);
+    return transform(without, options);
+  }
   check_understood(program);
   const auto inputs = graph::user_inputs(program);
   RequestOnly request_only = select_request_only(program, inputs, options.request_only);
@@ -158,6 +164,7 @@ Result transform(const graph::Archive& archive, const Options& options) {
     }
   }
   if (!unify.empty()) substitute(original, unify);
+  forget_templates(original);
   assembly.retired_symbols.assign(symbols.begin(), symbols.end());
   assembly.user_symbol = fresh_symbol(program);
   assembly.candidate_range = range;

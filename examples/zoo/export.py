@@ -54,8 +54,7 @@ def export_one(entry: Entry, folder: Path) -> dict[str, Any]:
         batch = Dim("batch", max=MAX_BATCH)
         packed = isinstance(example.inputs, torch.Tensor)
         shapes = {0: batch} if packed else {name: {0: batch} for name in example.inputs}
-        with torch.no_grad():
-            program = torch.export.export(module, (example.inputs,), dynamic_shapes=(shapes,))
+        program = torch.export.export(module, (example.inputs,), dynamic_shapes=(shapes,))
         torch.export.save(program, folder / "raw.pt2")
         status["stage"] = "decompose"
         torch.export.save(program.run_decompositions({}), folder / "functional.pt2")
@@ -80,6 +79,7 @@ def main() -> None:
     parser.add_argument("--names", default="", help="exactly these configurations, by semicolons")
     parser.add_argument("--again", action="store_true", help="those that failed are tried again")
     arguments = parser.parse_args()
+    arguments.folder = arguments.folder.resolve()
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,7 @@ class Recorder(Interaction):
 
 
 def make(name: str) -> Example:
+    sys.argv = sys.argv[:1]  # which the package would read as its own options
     FOLDER.mkdir(exist_ok=True)
     os.chdir(FOLDER)
     settings: dict[str, Any] = {

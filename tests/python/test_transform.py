@@ -341,21 +341,6 @@ def test_separate_batch_symbols_are_taken_as_one(tmp_path):
     assert any("separate batch sizes" in w for w in report["warnings"]), report
 
 
-class InPlace(nn.Module):
-    def forward(self, x):
-        y = x["user_dense"].clone()
-        y.relu_()
-        return (y * x["item_dense"]).sum(1)
-
-
-def test_in_place_operators_of_raw_graphs_name_the_remedy(tmp_path):
-    example = {"user_dense": torch.randn(8, 3), "item_dense": torch.randn(8, 3)}
-    export(InPlace(), example, tmp_path / "raw.pt2", decompose=False)
-    text = refusal(tmp_path / "raw.pt2")
-    assert "relu_" in text and "run_decompositions({})" in text, text
-    check(InPlace(), example, tmp_path)
-
-
 def test_bad_requests(tmp_path):
     export(Tower(), tower_example(), tmp_path / "m.pt2")
     assert "matches no input" in refusal(tmp_path / "m.pt2", "users")
