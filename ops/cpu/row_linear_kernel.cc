@@ -77,6 +77,23 @@ void multiply_columns(const Acc* x, int64_t x_row_stride, int64_t depth, const A
 #endif
 }
 
+// Up to this many columns a panel would be mostly zeros: elements are scalar products then. Which way a job takes
+// depends on its number of columns alone, so bits stay the same whatever the batch.
+constexpr int64_t kNarrow = 2;
+
+template <typename Acc>
+Acc scalar_product(const Acc* x, const Acc* w, int64_t k) {
+  constexpr int64_t kStep = kVector<Acc>;
+  Vec<Acc> sum(Acc(0));
+  int64_t i = 0;
+  for (; i + kStep <= k; i += kStep) sum = at::vec::fmadd(Vec<Acc>::loadu(x + i), Vec<Acc>::loadu(w + i), sum);
+  if (i < k) {
+    const int rest = static_cast<int>(k - i);
+    sum = at::vec::fmadd(Vec<Acc>::loadu(x + i, rest), Vec<Acc>::loadu(w + i, rest), sum);
+  }
+  return at::vec::vec_reduce_all<Acc>([](const auto& a, const auto& b) { return a + b; }, sum);
+}
+
 template <typename Acc>
 void multiply_tile(const Acc* x, int64_t x_row_stride, int64_t rows, int64_t depth, const Acc* panel, int64_t vectors,
                    bool add, Acc* sums) {
@@ -210,6 +227,14 @@ void compute(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t co
   alignas(64) Acc sums[kChunkRows * kPanel<Acc>];
   // A pair of vectors is read where 16-bit results are written, so the second one must hold something.
   std::fill(sums, sums + rows * kPanel<Acc>, Acc(0));
+  if (job.n <= kNarrow) {
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t c = 0; c < columns; ++c) {
+        sums[r * kPanel<Acc> + c] = scalar_product(x + r * x_row_stride, panel + c * job.k, job.k);
+      }
+    }
+    return finish(job, row, rows, column, columns, sums);
+  }
   for (int64_t i = 0; i < job.k; i += kFold) {
     for (int64_t r = 0; r < rows; r += kTileRows) {
       multiply_tile<Acc>(x + r * x_row_stride + i, x_row_stride, std::min<int64_t>(kTileRows, rows - r),
@@ -225,6 +250,12 @@ void pack(const RowLinear<T, Out>& job, int64_t column, int64_t columns, AccOf<T
   using Acc = AccOf<T>;
   constexpr int64_t kBlock = 16;  // of both directions, so that the lines written stay in the cache until full
   const int64_t width = (columns + kVector<Acc> - 1) / kVector<Acc> * kVector<Acc>;
+  if (job.n <= kNarrow) {
+    for (int64_t c = 0; c < columns; ++c) {
+      load_row(job.w + (column + c) * job.w_row_stride, job.w_col_stride, job.k, panel + c * job.k);
+    }
+    return;
+  }
   if (job.w_row_stride == 1) {  // Wᵀ lies in memory as it is: rows are copied
     for (int64_t i = 0; i < job.k; ++i) {
       load_row(job.w + column + i * job.w_col_stride, 1, columns, panel + i * width);

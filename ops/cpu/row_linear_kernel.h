@@ -18,7 +18,8 @@ struct RowLinearKernels {
   using Acc = AccOf<T>;
   int64_t vector_columns;  // columns of one register
   int64_t panel_columns;   // columns of a full panel
-  /// Writes columns [column, column + columns) of Wᵀ to `panel` as (k, columns padded to whole vectors), zeros beyond.
+  /// Writes columns [column, column + columns) of Wᵀ to `panel` as (k, columns padded to whole vectors), zeros beyond,
+  /// or, where there are very few of them, as (columns, k).
   void (*pack)(const RowLinear<T, Out>& job, int64_t column, int64_t columns, Acc* panel);
   /// Computes rows [row, row + rows) of those columns; `scratch` holds kChunkRows * k elements, used only where the
   /// rows of x cannot be read in place.
