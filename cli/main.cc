@@ -50,6 +50,7 @@ int complain(const std::string& message) {
 
 int run(int argc, char** argv) {
   CLI::App app{kDescription, "ikbo"};
+  app.set_version_flag("--version", "ikbo " IKBO_VERSION);
   app.require_subcommand(1);
   app.formatter(std::make_shared<BriefFormatter>());  // commands added later take it over
   ikbo::cli::Action action;

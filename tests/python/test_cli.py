@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from ikbo import __version__
+
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = (["inspect"], ["transform"], ["verify"], ["spec"], ["score"], ["bench"], ["bench", "model"])
 
@@ -272,3 +274,7 @@ def test_packed_input(tmp_path):
     (tmp_path / "r.json").write_text(json.dumps({"requests": requests}))
     result = ikbo("score", tmp_path / "packed.ikbo.pt2", "--requests", tmp_path / "r.json")
     assert result.returncode == 2 and "[1][0] is 30" in result.stderr and "0 to 29" in result.stderr
+
+
+def test_version():
+    assert fine("--version").strip() == f"ikbo {__version__}"
