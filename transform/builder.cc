@@ -1,5 +1,6 @@
 #include "transform/builder.h"
 
+#include <algorithm>
 #include <optional>
 
 #include "graph/error.h"
@@ -206,7 +207,54 @@ std::string Builder::expand(const std::string& value, const std::vector<Expr>& n
               value + "_expand", std::move(result), role);
 }
 
-std::string Builder::parameter(const std::string& wanted, const at::Tensor& contents) {
+namespace {
+
+// The two dimensions that a node exchanges, in order; nothing for other nodes.
+std::optional<std::pair<int, int>> exchanged(const Node& node, int rank) {
+  const auto integer = [&](const char* name) -> std::optional<int> {
+    const Argument* a = node.find(name);
+    const auto* value = a != nullptr ? std::get_if<std::int64_t>(a) : nullptr;
+    if (value == nullptr) return std::nullopt;
+    return static_cast<int>(*value < 0 ? *value + rank : *value);
+  };
+  if (node.target == "torch.ops.aten.transpose.int") {
+    const auto d0 = integer("dim0");
+    const auto d1 = integer("dim1");
+    if (d0 && d1) return std::pair(std::min(*d0, *d1), std::max(*d0, *d1));
+  }
+  if (node.target == "torch.ops.aten.permute.default") {
+    const Argument* a = node.find("dims");
+    const auto* dims = a != nullptr ? std::get_if<std::vector<std::int64_t>>(a) : nullptr;
+    if (dims == nullptr) return std::nullopt;
+    std::vector<int> moved;
+    for (int i = 0; i < rank; ++i) {
+      const std::int64_t d = (*dims)[static_cast<std::size_t>(i)];
+      if ((d < 0 ? d + rank : d) != i) moved.push_back(i);
+    }
+    if (moved.size() == 2) return std::pair(moved[0], moved[1]);
+  }
+  return std::nullopt;
+}
+
+}  // namespace
+
+std::string Builder::transpose(const std::string& value, int dim0, int dim1, Role role) {
+  TensorMeta result = meta(value);
+  const auto maker = std::find_if(graph.nodes.rbegin(), graph.nodes.rend(), [&](const Node& n) {
+    return n.outputs.size() == 1 && n.outputs[0] == Argument(TensorArg{value});
+  });
+  if (maker != graph.nodes.rend() && exchanged(*maker, static_cast<int>(result.sizes.size())) ==
+                                         std::pair(std::min(dim0, dim1), std::max(dim0, dim1))) {
+    return graph::input_names(*maker)[0];
+  }
+  std::swap(result.sizes[static_cast<std::size_t>(dim0)], result.sizes[static_cast<std::size_t>(dim1)]);
+  std::swap(result.strides[static_cast<std::size_t>(dim0)], result.strides[static_cast<std::size_t>(dim1)]);
+  return emit("torch.ops.aten.transpose.int",
+              {{"self", TensorArg{value}, 1}, {"dim0", std::int64_t{dim0}, 1}, {"dim1", std::int64_t{dim1}, 1}},
+              value + "_transpose", std::move(result), role);
+}
+
+std::string Builder::parameter(const std::string& wanted, const at::Tensor& contents, bool keep_strides) {
   NewParameter p;
   p.target = wanted;
   for (int i = 1;; ++i) {
@@ -218,7 +266,7 @@ std::string Builder::parameter(const std::string& wanted, const at::Tensor& cont
   std::string value = "p_" + p.target;
   for (char& c : value) c = std::isalnum(static_cast<unsigned char>(c)) != 0 ? c : '_';
   p.value = fresh(value);
-  p.weight = graph::make_weight(contents, /*is_parameter=*/true);
+  p.weight = graph::make_weight(contents, /*is_parameter=*/true, keep_strides);
   graph.tensors.emplace(p.value, p.weight.meta);
   parameters_.push_back(p);
   return p.value;

@@ -58,10 +58,13 @@ class Builder {
   std::string cat(const std::vector<std::string>& values, int dim, graph::Role role);
   std::string slice(const std::string& value, int dim, std::int64_t from, std::int64_t to, graph::Role role);
   std::string expand(const std::string& value, const std::vector<graph::Expr>& sizes, graph::Role role);
+  /// Undoes a transposition of the same dimensions instead of adding one.
+  std::string transpose(const std::string& value, int dim0, int dim1, graph::Role role);
   const graph::TensorMeta& meta(const std::string& value) const { return graph.tensors.at(value); }
 
-  /// A parameter that the transform makes; a graph input. `wanted` names it in the state dict.
-  std::string parameter(const std::string& wanted, const at::Tensor& contents);
+  /// A parameter that the transform makes; a graph input. `wanted` names it in the state dict. Its rows keep their
+  /// stride where `keep_strides`.
+  std::string parameter(const std::string& wanted, const at::Tensor& contents, bool keep_strides = false);
 
   struct NewParameter {
     std::string value;

@@ -16,26 +16,8 @@ using graph::Node;
 using graph::Role;
 using graph::TensorArg;
 
-const graph::Weight* Rewriter::weight_of(const std::string& name) const {
-  const auto target = parameter_targets_.find(name);
-  if (target == parameter_targets_.end()) return nullptr;
-  for (const auto* table : {&archive_.weights, &archive_.constants}) {
-    const auto it = table->find(target->second);
-    if (it != table->end()) return &it->second;
-  }
-  return nullptr;
-}
-
-// A new parameter of the given columns of a weight (N, K), block after block; a block is a signed sum of columns.
-std::string Rewriter::weight_columns(const std::string& name, const std::vector<std::vector<WeightColumns>>& blocks) {
-  std::string key = name;
-  for (const auto& block : blocks) {
-    key += ";";
-    for (const WeightColumns& c : block) key += fmt::format(" {}{}:{}", c.sign < 0 ? "-" : "+", c.from, c.to);
-  }
-  if (const auto it = weights_made_.find(key); it != weights_made_.end()) return it->second;
-
-  const at::Tensor weight = graph::weight_tensor(*weight_of(name));
+// The given columns of a weight (N, K), block after block; a block is a signed sum of columns.
+at::Tensor Rewriter::columns_of(const at::Tensor& weight, const std::vector<std::vector<WeightColumns>>& blocks) {
   std::vector<at::Tensor> columns;
   for (const auto& block : blocks) {
     if (block.size() == 1 && block[0].sign == 1) {
@@ -46,8 +28,21 @@ std::string Rewriter::weight_columns(const std::string& name, const std::vector<
     for (const WeightColumns& c : block) sum.add_(weight.slice(1, c.from, c.to).to(at::kDouble), c.sign);
     columns.push_back(sum.to(weight.scalar_type()));
   }
-  const std::string wanted = fmt::format("{}_ikbo_{}", parameter_targets_.at(name), weights_made_.size());
-  return weights_made_[key] = builder_.parameter(wanted, at::cat(columns, 1));
+  return at::cat(columns, 1);
+}
+
+// A new parameter of columns_of; made once.
+std::string Rewriter::weight_columns(const SharedWeight& weight,
+                                     const std::vector<std::vector<WeightColumns>>& blocks) {
+  std::string key = weight.key;
+  for (const auto& block : blocks) {
+    key += ";";
+    for (const WeightColumns& c : block) key += fmt::format(" {}{}:{}", c.sign < 0 ? "-" : "+", c.from, c.to);
+  }
+  if (const auto it = weights_made_.find(key); it != weights_made_.end()) return it->second;
+
+  const std::string wanted = fmt::format("{}_ikbo_{}", weight.target, weights_made_.size());
+  return weights_made_[key] = builder_.parameter(wanted, columns_of(weight.contents, blocks));
 }
 
 // For row b * inner + j of the candidates' rows: the row of a tensor at `where` that belongs to it. Repeated tensors
@@ -97,23 +92,10 @@ std::string Rewriter::row_index(Where where, bool repeated, const Expr& inner) {
   return row_indices_[key] = builder_.reshape(rows, {batch * inner}, Role::kCandidate);
 }
 
-bool Rewriter::lower_linear(const Node& node) {
-  const auto* input = std::get_if<TensorArg>(node.find("input"));
-  const auto* weight = std::get_if<TensorArg>(node.find("weight"));
-  if (input == nullptr || weight == nullptr) return false;
-  const auto it = values_.find(input->name);
-  if (it == values_.end() || !it->second.parts) return false;
-  const Parts parts = *it->second.parts;
+bool Rewriter::lower_linear(const Node& node, const Product& product) {
+  const Parts parts = *values_.at(product.input).parts;
   const std::size_t last = parts.shape.size() - 1;
-  const graph::Weight* contents = weight_of(weight->name);
-  if (parts.dim != static_cast<int>(last) || last == 0 || contents == nullptr) return false;
-  const auto& weight_meta = original_.tensors.at(weight->name);
-  if (weight_meta.sizes.size() != 2 || weight_meta.dtype != original_.tensors.at(input->name).dtype) return false;
-  const Argument* bias = node.find("bias");
-  if (bias != nullptr && std::holds_alternative<TensorArg>(*bias) &&
-      values_.at(std::get<TensorArg>(*bias).name).level != Level::kShared) {
-    return false;
-  }
+  if (parts.dim != static_cast<int>(last) || last == 0) return false;
   // Rows: the batch outermost, `inner` rows for each of its entries.
   const auto first_inner = parts.shape[0].multiple_of(builder_.candidate_symbol());
   if (!first_inner) return false;
@@ -158,7 +140,7 @@ bool Rewriter::lower_linear(const Node& node) {
     column += *extent;
   }
   const bool whole = groups.size() == 1 && groups.contains({false, false});
-  if (whole || !weight_meta.sizes[1].is_integer(column)) return false;
+  if (whole || product.weight.contents.size(1) != column) return false;
   if (!groups.contains({false, false})) {  // the candidates' rows, spelled out
     const auto repeated = groups.find({false, true});
     if (repeated == groups.end()) return false;
@@ -181,7 +163,7 @@ bool Rewriter::lower_linear(const Node& node) {
       columns.push_back(block.columns);
     }
     const Where where = group[0].term.where;
-    return std::pair(builder_.cat(values, 1, role_of(where)), weight_columns(weight->name, columns));
+    return std::pair(builder_.cat(values, 1, role_of(where)), weight_columns(product.weight, columns));
   };
   const auto [x_cand, w_cand] = gather(groups.at({false, false}), false);
   graph::TensorListArg x_bcast;
@@ -198,10 +180,10 @@ bool Rewriter::lower_linear(const Node& node) {
   const std::string result = graph::output_names(node)[0];
   graph::TensorMeta meta = original_.tensors.at(result);
   const std::vector<Expr> wanted = meta.sizes;
-  meta.sizes = {batch * inner, weight_meta.sizes[0]};
+  meta.sizes = {batch * inner, product.weight.contents.size(0)};
   meta.strides = graph::contiguous_strides(meta.sizes);
   Argument placed_bias = graph::NoneArg{};
-  if (bias != nullptr) placed_bias = translate(*bias, Where::kShared);
+  if (!product.bias.empty()) placed_bias = TensorArg{at_candidate(product.bias)};
   const std::string made = builder_.emit("torch.ops.ikbo.linear.default",
                                          {{"x_cand", TensorArg{x_cand}, 1},
                                           {"w_cand", TensorArg{w_cand}, 1},

@@ -55,13 +55,34 @@ std::optional<Parts> Rewriter::make_parts(const Node& node) {
   const std::string name = aten_name(node.target);
   const auto results = graph::output_names(node);
   if (results.size() != 1) return std::nullopt;
-  if (name == "cat" || name == "concat") return parts_of_cat(node);
+  if (name == "cat" || name == "concat" || name == "concatenate" || name == "stack") return parts_of_cat(node);
   if (name == "sub" || name == "add") return parts_of_sum(node);
   if (name == "expand") return parts_of_expand(node);
   return std::nullopt;
 }
 
+// An operand of a stack: one entry along a new dimension.
+std::optional<Parts> Rewriter::parts_of_entry(const std::string& name, int dim) {
+  auto parts = parts_of(name, 0);
+  if (!parts || parts->pieces.size() != 1) {
+    auto term = term_of(name);
+    if (!term) return std::nullopt;
+    parts = Parts{0, original_.tensors.at(name).sizes, {Piece{{std::move(*term)}, 1}}};
+  }
+  parts->dim = dim;
+  parts->shape.insert(parts->shape.begin() + dim, 1);
+  parts->pieces[0].extent = 1;
+  for (Term& term : parts->pieces[0].terms) {
+    std::vector<Expr> sizes = term.sizes;
+    sizes.insert(sizes.begin() + dim, 1);
+    term.value = reshape_term(term, sizes);
+    term.sizes = sizes;
+  }
+  return parts;
+}
+
 std::optional<Parts> Rewriter::parts_of_cat(const Node& node) {
+  const bool stacks = aten_name(node.target) == "stack";
   const std::map<std::string, Batch> none;
   const RuleInput in(original_, node, builder_.candidate_symbol(), none);
   const auto operands = in.tensors("tensors");
@@ -70,15 +91,16 @@ std::optional<Parts> Rewriter::parts_of_cat(const Node& node) {
   const auto d = node.find("dim") == nullptr ? std::optional<int>(0) : in.dim("dim", static_cast<int>(sizes.size()));
   const auto batch = batch_shown_by_sizes(result);
   if (!d || !batch || batch->axis == *d) return std::nullopt;
+  const Batch own_batch{batch->axis - (stacks && *d < batch->axis ? 1 : 0), batch->inner};
   for (const std::string& name : operands) {  // a shared operand, or one whose batch is elsewhere, is no part
     const auto it = values_.find(name);
-    if (it == values_.end() || it->second.level == Level::kShared || !(it->second.batch == batch)) return std::nullopt;
+    if (it == values_.end() || it->second.level == Level::kShared || it->second.batch != own_batch) return std::nullopt;
     if (original_.tensors.at(name).dtype != original_.tensors.at(result).dtype) return std::nullopt;
   }
   Parts parts{*d, sizes, {}};
   bool useful = false;
   for (const std::string& name : operands) {
-    auto own = parts_of(name, *d);
+    auto own = stacks ? parts_of_entry(name, *d) : parts_of(name, *d);
     if (!own) return std::nullopt;
     for (Piece& piece : own->pieces) {
       for (Term& term : piece.terms) {

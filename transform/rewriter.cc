@@ -143,8 +143,8 @@ void Rewriter::visit(const Node& node) {
   if (any_candidate) {
     why = "it meets candidate values";
     if (pass_through_parts(node)) return;
-    if (mode_ == Mode::kIkbo && aten_name(node.target) == "linear" && lower_linear(node)) return;
     if (mode_ == Mode::kIkbo) {
+      if (lower_product(node) || lower_attention(node)) return;
       if (auto parts = make_parts(node)) {
         Value value{Level::kCandidate, batch_shown_by_sizes(results[0]), {}, {}, &node, std::move(*parts)};
         values_[results[0]] = std::move(value);

@@ -94,6 +94,7 @@ class Rewriter {
   bool pass_through_parts(const graph::Node& node);
   std::optional<Term> term_of(const std::string& name);
   std::optional<Parts> parts_of(const std::string& name, int dim);
+  std::optional<Parts> parts_of_entry(const std::string& name, int dim);
   std::optional<Parts> parts_of_cat(const graph::Node& node);
   std::optional<Parts> parts_of_sum(const graph::Node& node);
   std::optional<Parts> parts_of_expand(const graph::Node& node);
@@ -109,17 +110,72 @@ class Rewriter {
   std::string expand_term(const Term& term, const std::vector<graph::Expr>& sizes);
   static graph::Role role_of(Where where);
 
+  // products.cc: products with a weight that all rows share
+  struct SharedWeight {
+    std::string key;     // of what is made of it: the value in the original, and how it is turned
+    std::string target;  // the parameter's name in the state dict
+    at::Tensor contents;
+  };
+  struct Product {  // out[..., m, ...] = sum over k of weight[m, k] input[..., k, ...], plus bias[m]
+    std::string input;
+    int axis = 0;         // of the input; m stands in its place
+    SharedWeight weight;  // contents are (M, K)
+    std::string bias;     // empty: none
+    bool moved = false;   // m stands last instead
+  };
+  const graph::Weight* weight_of(const std::string& name) const;
+  std::optional<SharedWeight> shared_weight(const std::string& name) const;
+  std::optional<Product> product_of(const graph::Node& node) const;
+  std::optional<Product> product_with(const std::string& input, int axis, const std::string& weight,
+                                      int contracted) const;
+  std::optional<Product> product_of_convolution(const RuleInput& in) const;
+  std::optional<Product> product_of_einsum(const RuleInput& in) const;
+  bool lower_product(const graph::Node& node);
+
   // linear.cc: concat + linear -> ikbo::linear
-  bool lower_linear(const graph::Node& node);
   struct WeightColumns {
     std::int64_t from = 0;
     std::int64_t to = 0;
     int sign = 1;
     bool operator<(const WeightColumns& o) const { return std::tie(from, to, sign) < std::tie(o.from, o.to, o.sign); }
   };
-  const graph::Weight* weight_of(const std::string& name) const;
-  std::string weight_columns(const std::string& name, const std::vector<std::vector<WeightColumns>>& blocks);
+  bool lower_linear(const graph::Node& node, const Product& product);
+  static at::Tensor columns_of(const at::Tensor& weight, const std::vector<std::vector<WeightColumns>>& blocks);
+  std::string weight_columns(const SharedWeight& weight, const std::vector<std::vector<WeightColumns>>& blocks);
   std::string row_index(Where where, bool repeated, const graph::Expr& inner);
+
+  // compression.cc: stack of embeddings + shared weight -> ikbo::linear_compression
+  bool lower_compression(const graph::Node& node, const Product& product);
+  bool is_transposed_stack(const std::string& name) const;
+  std::string ones_row(const std::string& like, const graph::Expr& width);
+
+  // attention.cc: attention over a request-only history -> ikbo::target_attention
+  bool lower_attention(const graph::Node& node);
+  struct Attention {
+    std::string query;  // (B, H, S, D) or (B * H, S, D), likewise key and value
+    std::string key;
+    std::string value;
+    std::string mask;             // empty: none
+    std::optional<double> scale;  // 1 / sqrt(D) where absent
+    bool key_transposed = false;  // (B, H, D, L)
+    bool grouped = false;         // fewer heads of keys than of queries
+  };
+  std::optional<Attention> attention_of(const graph::Node& node) const;
+  std::optional<Attention> written_out_attention(const graph::Node& node) const;
+  std::optional<std::string> rows_of_heads(const std::string& name, Where where, bool transposed);
+
+  // attention_mask.cc: masks over a user's keys
+  struct KeyMask {
+    std::string value;     // bool, one entry a user and key
+    bool negated = false;  // true: not attended
+    bool prefix = false;   // the attended keys are the first ones
+  };
+  std::optional<KeyMask> key_mask(const std::string& mask, const graph::Expr& length) const;
+  std::optional<KeyMask> added_to_logits(const RuleInput& in) const;
+  std::optional<double> filled_with(const std::string& name) const;
+  bool is_positions(const std::string& name, const graph::Expr& length) const;
+  std::optional<bool> is_prefix(const std::string& name, const graph::Expr& length) const;
+  std::string apply_key_mask(const KeyMask& mask, const graph::Expr& length, std::string& k, std::string& v);
 
   const graph::Archive& archive_;
   const graph::Graph& original_;

@@ -91,6 +91,13 @@ bool is_random(const graph::Node& node);
 /// Writes into an operand ("relu_", "index_put_").
 bool is_in_place(std::string_view target);
 
+/// "bi,oi->bo" apart; nothing where the equation has dots or no arrow.
+struct Einsum {
+  std::vector<std::string> terms;
+  std::string result;
+};
+std::optional<Einsum> parse_einsum(const RuleInput& input);
+
 // The families, one file each; registered by name without overload.
 using RuleTable = std::map<std::string, Rule, std::less<>>;
 void add_pointwise_rules(RuleTable& table);

@@ -78,24 +78,10 @@ RuleResult add_product(const RuleInput& in) {
 }
 
 RuleResult einsum(const RuleInput& in) {
-  const auto* argument = in.node().find("equation");
-  const auto* text = argument != nullptr ? std::get_if<std::string>(argument) : nullptr;
+  const auto equation = parse_einsum(in);
   const auto operands = in.tensors("tensors");
-  if (text == nullptr || operands.empty()) return std::nullopt;
-  std::string equation;
-  std::copy_if(text->begin(), text->end(), std::back_inserter(equation), [](char c) { return c != ' '; });
-  const std::size_t arrow = equation.find("->");
-  if (arrow == std::string::npos || equation.find('.') != std::string::npos) return std::nullopt;
-  const std::string result = equation.substr(arrow + 2);
-  std::vector<std::string> terms(1);
-  for (const char c : equation.substr(0, arrow)) {
-    if (c == ',') {
-      terms.emplace_back();
-    } else {
-      terms.back().push_back(c);
-    }
-  }
-  if (terms.size() != operands.size()) return std::nullopt;
+  if (!equation || operands.empty() || equation->terms.size() != operands.size()) return std::nullopt;
+  const auto& [terms, result] = *equation;
   std::optional<char> label;
   graph::Expr inner = 1;
   for (std::size_t i = 0; i < terms.size(); ++i) {
@@ -176,6 +162,25 @@ RuleResult recurrence(const RuleInput& in) {
 }
 
 }  // namespace
+
+std::optional<Einsum> parse_einsum(const RuleInput& in) {
+  const auto* argument = in.node().find("equation");
+  const auto* text = argument != nullptr ? std::get_if<std::string>(argument) : nullptr;
+  if (text == nullptr) return std::nullopt;
+  std::string equation;
+  std::copy_if(text->begin(), text->end(), std::back_inserter(equation), [](char c) { return c != ' '; });
+  const std::size_t arrow = equation.find("->");
+  if (arrow == std::string::npos || equation.find('.') != std::string::npos) return std::nullopt;
+  Einsum parsed{{std::string()}, equation.substr(arrow + 2)};
+  for (const char c : equation.substr(0, arrow)) {
+    if (c == ',') {
+      parsed.terms.emplace_back();
+    } else {
+      parsed.terms.back().push_back(c);
+    }
+  }
+  return parsed;
+}
 
 void add_matmul_rules(RuleTable& table) {
   table["linear"] = {linear};

@@ -7,7 +7,10 @@ namespace ikbo::transform {
 namespace {
 
 const std::set<std::string, std::less<>>& pointwise_names() {
-  static const std::set<std::string, std::less<>> names{"abs",
+  static const std::set<std::string, std::less<>> names{"__and__",
+                                                        "__or__",
+                                                        "__xor__",
+                                                        "abs",
                                                         "acos",
                                                         "acosh",
                                                         "add",
