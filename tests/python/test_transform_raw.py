@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from test_transform import check, export, refusal
 from torch import nn
+from transform_checks import check, export, refusal
 
 
 def example():
