@@ -33,5 +33,6 @@ def test_random_programs_keep_their_meaning(tmp_path):
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
     summary = result.stdout.splitlines()[-1]
     assert summary.startswith(f"{COUNT} programs, {COUNT * 12} comparisons, 0 wrong, 0 failed"), summary
-    lowered = next(int(line.split()[-1]) for line in result.stdout.splitlines() if line.startswith("with ikbo::linear"))
-    assert lowered >= COUNT // 10, "the programs hardly exercise ikbo::linear"
+    features = {words[1]: int(words[2]) for words in map(str.split, result.stdout.splitlines()) if words[:1] == ["with"] and len(words) == 3}
+    for name in ("linear", "linear_compression", "target_attention"):
+        assert features[f"ikbo::{name}"] >= COUNT // 20, f"the programs hardly exercise ikbo::{name}: {features}"

@@ -111,6 +111,7 @@ COMPRESSIONS = {
     @ torch.cat([x["user_rows"][:, :2], x["item_rows"][:, 1:], x["user_rows"][:, 2:], x["item_rows"][:, :1]], -2),
     "stack of fields": lambda m, x: m.weight @ fields(x),
     "after a pointwise operator": lambda m, x: m.weight @ torch.relu(stack(x)),
+    "after a layer norm and a linear layer": lambda m, x: m.weight @ m.along_rows(m.norm(stack(x))),
     "a parameter among the rows": lambda m, x: m.weight
     @ torch.cat([x["user_rows"][:, 1:], m.weight[:1, :WIDTH].expand(x["item_row"].shape[0], 1, -1), x["item_rows"]], 1),
 }

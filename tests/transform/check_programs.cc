@@ -82,7 +82,13 @@ void check(const std::filesystem::path& path, Tally& tally) {
     options.request_only = {packed ? fmt::format("X[:,0:{}]", kPackedUserColumns) : std::string("user_*,hist_*")};
     const auto result = ikbo::transform::transform(original, options);
     if (mode == Mode::kIkbo) {
-      tally.features["with ikbo::linear"] += result.report.ikbo_operators > 0 ? 1 : 0;
+      for (const char* name : {"linear", "linear_compression", "target_attention"}) {
+        const auto& operators = result.specification.operators;
+        const bool used = std::any_of(operators.begin(), operators.end(), [&](const auto& o) {
+          return o.target == fmt::format("torch.ops.ikbo.{}.default", name);
+        });
+        tally.features[fmt::format("with ikbo::{}", name)] += used ? 1 : 0;
+      }
       tally.features["with a broadcast"] += result.report.broadcasts > 0 ? 1 : 0;
       tally.features["packed"] += packed ? 1 : 0;
     }
@@ -148,7 +154,7 @@ int main(int argc, char** argv) {
     }
     if (tally.programs % 100 == 0) std::fprintf(stderr, "%d of %zu programs\n", tally.programs, paths.size());
   }
-  for (const auto& [name, count] : tally.features) std::printf("%-20s %d\n", name.c_str(), count);
+  for (const auto& [name, count] : tally.features) std::printf("%-30s %d\n", name.c_str(), count);
   std::printf("%d programs, %d comparisons, %d wrong, %d failed\n", tally.programs, tally.comparisons, tally.wrong,
               tally.refused);
   return tally.programs > 0 && tally.wrong == 0 && tally.refused == 0 ? 0 : 1;

@@ -286,6 +286,59 @@ class Maker:
         else:
             self.add(lambda x, y: F.scaled_dot_product_attention(x.unsqueeze(1), y.unsqueeze(1), y.unsqueeze(1)).squeeze(1), [a, b])
 
+    def compress(self) -> None:
+        """Rows of both sides in one stack, compressed by a weight that all rows share, as models write it."""
+        rows = [i for i in self.floats() if self.values[i].shape[0] == BATCH and self.values[i].dim() in (2, 3)]
+        width = self.values[self.random.choice(rows)].shape[-1]
+        fits = [i for i in rows if self.values[i].shape[-1] == width]
+        chosen = [self.random.choice(fits) for _ in range(self.random.randrange(2, 5))]
+        if all(self.values[i].dim() == 2 for i in chosen) and self.random.random() < 0.5:
+            stack = self.add(lambda *v: torch.stack(v, dim=1), chosen)
+        else:
+            stack = self.add(lambda *v: torch.cat([x.unsqueeze(1) if x.dim() == 2 else x for x in v], dim=1), chosen)
+        if self.random.random() < 0.2:
+            stack = self.add(self.random.choice([torch.relu, torch.tanh, torch.clone]), [stack])
+        count = self.values[stack].shape[1]
+        weight, layer = self.parameter(3, count), self.layer(torch.nn.Linear(count, 3))
+        convolution = self.layer(torch.nn.Conv1d(count, 3, 1))
+        functions: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            lambda v: weight @ v, lambda v: torch.bmm(weight.expand(v.shape[0], -1, -1), v), convolution,
+            lambda v: torch.einsum("mk,bkn->bmn", weight, v), lambda v: torch.einsum("bkn,mk->bnm", v, weight),
+            lambda v: layer(v.transpose(1, 2)).transpose(1, 2), lambda v: v.permute(0, 2, 1) @ weight.t(),
+        ]  # fmt: skip
+        self.add(self.random.choice(functions), [stack])
+
+    def target(self) -> None:
+        """Rows attend over a sequence: with and without a mask, by an operator or written out."""
+        sequence = self.pick([i for i in self.floats(3) if self.values[i].shape[0] == BATCH])
+        width = self.values[sequence].shape[2]
+        fits = [i for i in self.floats() if self.values[i].shape[0] == BATCH and self.values[i].shape[-1] == width]
+        query = self.pick([i for i in fits if self.values[i].dim() in (2, 3)])
+        length = self.values[sequence].shape[1]
+        heads = 2 if width % 2 == 0 and self.random.random() < 0.5 else 1
+        counts = [i for i, v in enumerate(self.values) if v.dtype == torch.int64 and v.shape == (BATCH,)]
+        ids = [i for i, v in enumerate(self.values) if v.dtype == torch.int64 and v.shape == (BATCH, length)]
+        kind = self.random.random()
+
+        def split(v: torch.Tensor) -> torch.Tensor:
+            v = v.unsqueeze(1) if v.dim() == 2 else v
+            return v.unflatten(2, (heads, -1)).transpose(1, 2)
+
+        def attend(q: torch.Tensor, k: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+            mask = None if mask is None else mask[:, None, None, :]
+            return F.scaled_dot_product_attention(split(q), split(k), split(k.tanh()), mask).transpose(1, 2).flatten(2)
+
+        if kind < 0.2:
+            self.add(lambda q, k: attend(q, k, None), [query, sequence])
+        elif kind < 0.4:
+            self.add(lambda q, k: ((split(q) @ split(k).mT * 0.7).softmax(-1) @ split(k)).transpose(1, 2).flatten(2),
+                     [query, sequence])  # fmt: skip
+        elif kind < 0.7 and counts:
+            self.add(lambda q, k, n: attend(q, k, torch.arange(length) < n.unsqueeze(1)), [query, sequence, self.pick(counts)])
+        elif ids:
+            limit = self.random.randrange(VOCABULARY)
+            self.add(lambda q, k, i: attend(q, k, i > limit), [query, sequence, self.pick(ids)])
+
     def normalise(self) -> None:
         i = self.pick([j for j in self.floats() if self.values[j].dim() in (2, 3)])
         v = self.values[i]
@@ -354,7 +407,7 @@ class Maker:
         families = (
             [self.pointwise] * 3 + [self.binary] * 3 + [self.concatenate] * 5 + [self.reshape] * 4 + [self.reduce] * 2
             + [self.linear] * 5 + [self.spread] * 3 + [self.product, self.normalise, self.normalise, self.lookup]
-            + [self.lookup] * 2 + [self.create, self.recur] + [self.tower] * 4 + [self.unit] * 2
+            + [self.lookup] * 2 + [self.create, self.recur] + [self.tower] * 4 + [self.unit] * 2 + [self.compress, self.target] * 3
         )  # fmt: skip
         target = self.random.randrange(6, 26)
         for _ in range(400):
