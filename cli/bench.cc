@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <filesystem>
 #include <iostream>
 
@@ -15,6 +16,7 @@ using graph::Json;
 struct BenchCommand {
   std::string archive;
   std::string output;
+  std::size_t operators = 0;
   bool json = false;
   BenchOptions options;
 };
@@ -41,6 +43,7 @@ Json to_json(const BenchResult& result, const BenchCommand& command) {
                             {"us_p99", mode.p99_us},
                             {"replicated_bytes", mode.replicated_bytes},
                             {"scratch_bytes", mode.scratch_bytes},
+                            {"peak_bytes", mode.peak_bytes},
                             {"operators", mode.operators},
                             {"largest_difference", mode.largest_difference},
                             {"auc", optional(mode.auc)},
@@ -66,7 +69,8 @@ void print(const BenchResult& result) {
                            plural(result.threads, "thread"), count_text(result.runs));
   bool ranks = false;
   for (const ModeResult& mode : result.modes) ranks = ranks || mode.auc.has_value();
-  std::vector<std::string> header{"mode", "p50", "p99", "user rows copied", "scratch", "operators", "score difference"};
+  std::vector<std::string> header{"mode",    "p50",         "p99",       "user rows copied",
+                                  "scratch", "peak memory", "operators", "score difference"};
   if (ranks) header.insert(header.end(), {"AUC", "AUC a user"});
   std::vector<Align> align(header.size(), Align::kRight);
   align[0] = Align::kLeft;
@@ -77,13 +81,14 @@ void print(const BenchResult& result) {
                                  microseconds_text(mode.p99_us),
                                  bytes_text(mode.replicated_bytes),
                                  bytes_text(mode.scratch_bytes),
+                                 bytes_text(mode.peak_bytes),
                                  fmt::format("{}", mode.operators),
                                  mode.mode == "broadcast" ? "-" : number_text(mode.largest_difference)};
     if (ranks) row.insert(row.end(), {auc_text(mode.auc), auc_text(mode.auc_per_request)});
     table.add(std::move(row));
   }
   for (const BaselineResult& baseline : result.baselines) {
-    table.add({baseline.name, "", "", "", "", "", "", auc_text(baseline.auc), auc_text(baseline.auc_per_request)});
+    table.add({baseline.name, "", "", "", "", "", "", "", auc_text(baseline.auc), auc_text(baseline.auc_per_request)});
   }
   std::cout << table.str() << "\n";
   std::cout << "broadcast         every user row copied to each candidate, then the original model\n"
@@ -91,6 +96,7 @@ void print(const BenchResult& result) {
                "ikbo              user work once a user, copies sunk as far as they go, IKBO operators\n"
                "user rows copied  bytes that the allocator gave to operators holding user rows at the candidate batch\n"
                "scratch           bytes allocated inside IKBO operators beyond their results\n"
+               "peak memory       most bytes in use at a time during a call, beyond weights and inputs; on one thread\n"
                "score difference  largest, to broadcast\n";
   if (ranks) {
     std::cout
@@ -98,6 +104,23 @@ void print(const BenchResult& result) {
            "                  that have both labels\n";
   }
   std::cout << fmt::format("An executed operator costs {:.0f} ns over its kernel.\n", result.overhead_ns);
+}
+
+// Where a mode's time goes: its costliest operators.
+void print_operators(const ModeResult& mode, std::size_t count) {
+  using Align = Table::Align;
+  std::vector<runtime::NodeCost> costs = mode.costs;
+  std::stable_sort(costs.begin(), costs.end(),
+                   [](const auto& a, const auto& b) { return a.microseconds > b.microseconds; });
+  double all = 0;
+  for (const runtime::NodeCost& cost : costs) all += cost.microseconds;
+  std::cout << fmt::format("\n{}: {} in its operators, one run on one thread\n\n", mode.mode, microseconds_text(all));
+  Table table({"operator", "node", "time", "allocated"}, {Align::kLeft, Align::kLeft, Align::kRight, Align::kRight});
+  for (std::size_t i = 0; i < std::min(count, costs.size()); ++i) {
+    table.add({costs[i].target, costs[i].node, microseconds_text(costs[i].microseconds),
+               bytes_text(costs[i].allocated_bytes)});
+  }
+  std::cout << table.str();
 }
 
 int run(BenchCommand& command) {
@@ -111,6 +134,9 @@ int run(BenchCommand& command) {
     print_json(json);
   } else {
     print(result);
+    for (const ModeResult& mode : result.modes) {
+      if (command.operators > 0) print_operators(mode, command.operators);
+    }
     if (!command.output.empty()) std::cout << fmt::format("Written: {}\n", command.output);
   }
   return kFine;
@@ -146,6 +172,10 @@ void add_bench(CLI::App& app, Action& action) {
   sub->add_option("--seconds", command->options.seconds, "How long to measure")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();
+  sub->add_option("--runs", command->options.runs, "Runs of each mode, at least")
+      ->check(CLI::PositiveNumber)
+      ->capture_default_str();
+  sub->add_option("--operators", command->operators, "Show this many of each mode's costliest operators");
   sub->add_option("--seed", command->options.seed, "Of random inputs and of the order")->capture_default_str();
   sub->add_option("--threads", command->options.threads, "Threads; default: all cores")->check(CLI::PositiveNumber);
   sub->add_option("-o,--output", command->output, "Write the figures to this file (JSON)");

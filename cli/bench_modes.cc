@@ -20,9 +20,10 @@ namespace {
 
 using graph::Role;
 using runtime::Request;
+using Clock = std::chrono::steady_clock;
 
 constexpr int kWarmUp = 5;
-constexpr int kLeastRuns = 20;
+constexpr double kWarmUpSeconds = 2;  // enough, after two runs
 
 struct Contestant {
   ModeResult result;
@@ -44,11 +45,12 @@ std::vector<double> numbers(const at::Tensor& tensor) {
 
 // Bytes by what the specification says an operator is there for.
 void count_bytes(Contestant& contestant, const std::vector<at::Tensor>& inputs) {
-  std::vector<runtime::NodeCost> costs;
+  std::vector<runtime::NodeCost>& costs = contestant.result.costs;
   contestant.model->engine().run_profiled(inputs, costs);
   std::map<std::string, Role> roles;
   for (const graph::OperatorEntry& entry : contestant.model->specification().operators) roles[entry.node] = entry.role;
   for (const runtime::NodeCost& cost : costs) {
+    contestant.result.peak_bytes = std::max(contestant.result.peak_bytes, cost.peak_bytes);
     const auto role = roles.find(cost.node);
     if (role == roles.end()) {
       // Arithmetic on sizes has no entry, and holds no tensor.
@@ -121,7 +123,11 @@ class Bench {
     make_inputs();
     for (Contestant& c : contestants_) {
       say("warming up");
-      for (int i = 0; i < kWarmUp; ++i) c.outputs = c.model->engine().run(inputs_);
+      const auto start = Clock::now();
+      for (int i = 0; i < std::min(kWarmUp, options_.runs); ++i) {
+        c.outputs = c.model->engine().run(inputs_);
+        if (i > 0 && std::chrono::duration<double>(Clock::now() - start).count() > kWarmUpSeconds) break;
+      }
       count_bytes(c, inputs_);
     }
     measure();
@@ -185,14 +191,13 @@ class Bench {
 
   // Round-robin in a new random order every round, so that drift of the machine falls on all alike.
   void measure() {
-    using Clock = std::chrono::steady_clock;
     std::mt19937_64 random(options_.seed);
     std::vector<std::size_t> order(contestants_.size());
     for (std::size_t i = 0; i < order.size(); ++i) order[i] = i;
     const auto start = Clock::now();
     for (int round = 0;; ++round) {
       const double elapsed = std::chrono::duration<double>(Clock::now() - start).count();
-      if (round >= kLeastRuns && elapsed >= options_.seconds) break;
+      if (round >= options_.runs && elapsed >= options_.seconds) break;
       say(fmt::format("round {}, {:.0f} of {:.0f} s", round + 1, elapsed, options_.seconds));
       std::shuffle(order.begin(), order.end(), random);
       for (const std::size_t i : order) {

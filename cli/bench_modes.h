@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "graph/archive.h"
+#include "runtime/engine.h"
 #include "runtime/requests.h"
 
 namespace ikbo::cli {
@@ -19,6 +20,7 @@ struct BenchOptions {
   std::int64_t candidates = 70;  // of each user
   int threads = 0;
   double seconds = 5;
+  int runs = 20;  // of each mode, at least
   std::uint64_t seed = 0;
   std::function<void(const std::string&)> progress;
 };
@@ -30,8 +32,10 @@ struct ModeResult {
   double p99_us = 0;
   std::int64_t replicated_bytes = 0;  // allocated by operators that hold user rows at the candidate batch
   std::int64_t scratch_bytes = 0;     // allocated inside IKBO operators beyond their results
+  std::int64_t peak_bytes = 0;        // in use at a time, beyond weights and inputs
   std::int64_t operators = 0;
-  double largest_difference = 0;  // of scores, to `broadcast`
+  std::vector<runtime::NodeCost> costs;  // of one run on one thread
+  double largest_difference = 0;         // of scores, to `broadcast`
   std::optional<double> auc;
   std::optional<double> auc_per_request;
 };

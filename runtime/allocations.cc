@@ -1,5 +1,7 @@
 #include "runtime/allocations.h"
 
+#include <algorithm>
+
 namespace ikbo::runtime {
 
 AllocationCount::AllocationCount()
@@ -7,8 +9,10 @@ AllocationCount::AllocationCount()
 
 void AllocationCount::Sink::reportMemoryUsage(void* /*ptr*/, std::int64_t size, std::size_t /*allocated*/,
                                               std::size_t /*reserved*/, c10::Device /*device*/) {
-  // Frees come as negative sizes.
+  // Frees come as negative sizes, of what was allocated under the sink.
   if (size > 0) bytes += size;
+  live += size;
+  peak = std::max(peak, live);
 }
 
 }  // namespace ikbo::runtime

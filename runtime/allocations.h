@@ -16,8 +16,14 @@ class AllocationCount {
  public:
   AllocationCount();
 
+  /// Handed out since the last reset.
   std::int64_t bytes() const { return sink_->bytes; }
-  void reset() { sink_->bytes = 0; }
+  /// Most bytes in use at a time since the last reset, of all that were handed out while this lives.
+  std::int64_t peak() const { return sink_->peak; }
+  void reset() {
+    sink_->bytes = 0;
+    sink_->peak = sink_->live;
+  }
 
  private:
   struct Sink final : public c10::MemoryReportingInfoBase {
@@ -25,6 +31,8 @@ class AllocationCount {
                            c10::Device device) override;
     bool memoryProfilingEnabled() const override { return true; }
     std::int64_t bytes = 0;
+    std::int64_t live = 0;
+    std::int64_t peak = 0;
   };
   std::shared_ptr<Sink> sink_;
   c10::DebugInfoGuard guard_;

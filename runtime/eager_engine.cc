@@ -270,7 +270,7 @@ class EagerEngine final : public Engine {
     const auto start = std::chrono::steady_clock::now();
     call(step, stack);
     const std::chrono::duration<double, std::micro> elapsed = std::chrono::steady_clock::now() - start;
-    NodeCost cost{step.node, step.target, elapsed.count(), allocations.bytes(), 0};
+    NodeCost cost{step.node, step.target, elapsed.count(), allocations.bytes(), 0, allocations.peak()};
     std::vector<const c10::StorageImpl*> made;
     for (const IValue& value : stack) collect_storages(value, made);
     for (const c10::StorageImpl* storage : made) {

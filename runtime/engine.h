@@ -28,6 +28,7 @@ struct NodeCost {
   double microseconds = 0;
   std::int64_t allocated_bytes = 0;  // by the allocator during the call, temporaries included
   std::int64_t output_bytes = 0;     // of new storage in the results
+  std::int64_t peak_bytes = 0;       // in use at a time during the call, all earlier results that are alive included
 };
 
 /// Executes an exported program. Safe for concurrent calls.

@@ -187,10 +187,13 @@ def test_bench_model(made, tmp_path):
     for row in rows.values():
         assert 0 < row["us"] <= row["us_p99"] and row["operators"] > 5
         assert row["largest_difference"] < 1e-5
+        assert row["peak_bytes"] > 44 * 4
         assert abs(row["auc"] - rows["broadcast"]["auc"]) < 1e-9
     assert result["baselines"][0]["name"] == "popularity"
-    text = fine(*arguments, "--users", "3", "--candidates", "10")
+    assert rows["ikbo"]["peak_bytes"] < rows["broadcast"]["peak_bytes"]
+    text = fine(*arguments, "--users", "3", "--candidates", "10", "--runs", "2", "--operators", "99")
     assert "3 users, 30 candidates" in text
+    assert text.count("in its operators") == 3 and "torch.ops.ikbo.linear.default" in text
 
 
 BAD_REQUESTS = [

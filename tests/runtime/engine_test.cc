@@ -267,6 +267,23 @@ TEST(EagerEngine, ProfileCountsWhatTheAllocatorGave) {
   EXPECT_EQ(costs[1].output_bytes, 50 * 100 * 4);
   EXPECT_EQ(costs[2].output_bytes, 50 * 4);
   EXPECT_GT(costs[2].allocated_bytes, costs[2].output_bytes);
+  EXPECT_EQ(costs[0].peak_bytes, 0);
+  EXPECT_EQ(costs[1].peak_bytes, 50 * 100 * 4);
+  EXPECT_GT(costs[2].peak_bytes, costs[1].peak_bytes);
+}
+
+TEST(EagerEngine, PeakMemoryForgetsWhatIsFreed) {
+  GraphBuilder g;
+  std::string value = g.input("x", DType::kFloat32, {kBatch, 100});
+  for (int i = 0; i < 5; ++i) {
+    value = g.node("torch.ops.aten.relu.default", {{"self", tensor(value)}}, DType::kFloat32, {kBatch, 100});
+  }
+  const auto engine = make_eager_engine(g.finish({value}), {});
+  std::vector<NodeCost> costs;
+  const std::vector<at::Tensor> inputs{at::randn({50, 100})};
+  engine->run_profiled(inputs, costs);
+  ASSERT_EQ(costs.size(), 5U);
+  EXPECT_EQ(costs[4].peak_bytes, 2 * 50 * 100 * 4) << "the operand and the result, not all five results";
 }
 
 TEST(EagerEngine, ConcurrentRunsGiveTheSameBits) {
