@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # From a clean clone to ranked films: installs what is needed, builds the library and the command, trains a public
 # PyTorch ranking model on MovieLens-100K, and scores real users' candidates with one row a user instead of a copy for
-# every candidate. Neither a GPU nor a CUDA toolkit is needed. Everything lands in .venv and build; a second run makes
-# only what has changed.
+# every candidate; then the same with a compute-heavy model. Neither a GPU nor a CUDA toolkit is needed. Everything lands
+# in .venv and build; a second run makes only what has changed.
 #
 # usage: scripts/demo.sh
 set -euo pipefail
@@ -78,6 +78,13 @@ main() {
   note "rated, at most 20 of the held-out last fifth (label 1), and films the user never rated, drawn evenly (label 0)."
   note "popularity ranks the same candidates by their number of ratings outside the held-out part."
   show "$IKBO" bench model "$DEMO/din.pt2" --request-only "$USER_SIDE" --requests "$DEMO/requests.json"
+
+  step "A compute-heavy model: history encoder, target attention, linear compression; random weights"
+  show .venv/bin/python examples/ranker.py --config small --out "$DEMO/ranker"
+  show "$IKBO" transform "$DEMO/ranker/ranker.pt2" --request-only "$USER_SIDE" -o "$DEMO/ranker/ranker.ikbo.pt2" --report
+  show "$IKBO" verify "$DEMO/ranker/ranker.pt2" "$DEMO/ranker/ranker.ikbo.pt2"
+  show "$IKBO" bench model "$DEMO/ranker/ranker.pt2" --request-only "$USER_SIDE" \
+    --requests "$DEMO/ranker/requests.json" --runs 10 --seconds 3
 
   step "Done. Your own model: export it as examples/movielens/export.py does, then transform, verify, score"
 }
