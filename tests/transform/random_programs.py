@@ -310,10 +310,10 @@ class Maker:
 
     def target(self) -> None:
         """Rows attend over a sequence: with and without a mask, by an operator or written out."""
-        sequence = self.pick([i for i in self.floats(3) if self.values[i].shape[0] == BATCH])
+        sequence = self.random.choice([i for i in self.floats(3) if self.values[i].shape[0] == BATCH])
         width = self.values[sequence].shape[2]
         fits = [i for i in self.floats() if self.values[i].shape[0] == BATCH and self.values[i].shape[-1] == width]
-        query = self.pick([i for i in fits if self.values[i].dim() in (2, 3)])
+        query = self.random.choice([i for i in fits if self.values[i].dim() in (2, 3)])
         length = self.values[sequence].shape[1]
         heads = 2 if width % 2 == 0 and self.random.random() < 0.5 else 1
         counts = [i for i, v in enumerate(self.values) if v.dtype == torch.int64 and v.shape == (BATCH,)]
@@ -407,7 +407,7 @@ class Maker:
         families = (
             [self.pointwise] * 3 + [self.binary] * 3 + [self.concatenate] * 5 + [self.reshape] * 4 + [self.reduce] * 2
             + [self.linear] * 5 + [self.spread] * 3 + [self.product, self.normalise, self.normalise, self.lookup]
-            + [self.lookup] * 2 + [self.create, self.recur] + [self.tower] * 4 + [self.unit] * 2 + [self.compress, self.target] * 3
+            + [self.lookup] * 2 + [self.create, self.recur] + [self.tower] * 4 + [self.unit] * 2 + [self.compress] * 3 + [self.target] * 5
         )  # fmt: skip
         target = self.random.randrange(6, 26)
         for _ in range(400):
