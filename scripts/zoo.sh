@@ -4,11 +4,12 @@
 # What is done already is kept: run it again after an interruption. A full run takes about an hour on two cores.
 #
 # usage: scripts/zoo.sh [--only PACKAGE[,PACKAGE]] [--models NAME[;NAME]] [--match TEXT] [--no-measure] [--no-table]
-#                       [--again] [--strict] [--seconds S] [--jobs N] [--prepared]
+#                       [--again] [--strict] [--quick] [--seconds S] [--jobs N] [--prepared]
 #   --only       packages: rechub, deepctr, recbole, fuxictr
 #   --models     exactly these configurations;  --match: those whose name holds the text
 #   --no-measure checks alone;  --no-table: docs/zoo.md stays
 #   --again      what is current is done again;  --strict: exit code 1 if a check failed
+#   --quick      request-only arithmetic is not counted, which takes longest
 #   --seconds    of measuring each configuration;  --jobs: configurations checked at the same time
 #   --prepared   everything is installed and built already
 set -euo pipefail
@@ -57,7 +58,7 @@ main() {
       --seconds | --jobs) run_options+=("$1" "$2") && shift ;;
       --no-measure) measure=() ;;
       --no-table) table=() ;;
-      --again | --strict) run_options+=("$1") ;;
+      --again | --strict | --quick) run_options+=("$1") ;;
       --prepared) prepared=yes ;;
       -h | --help) usage && exit ;;
       *) usage >&2 && die "unknown argument: $1" ;;

@@ -110,17 +110,20 @@ RequestOnly select_request_only(const graph::Program& program, const std::vector
     }
     if (!any) fail("--request-only '{}' matches no input; the inputs are:{}", pattern, list_inputs(program, inputs));
   }
+  const auto name_of = [&](const std::string& value) {
+    return std::find_if(inputs.begin(), inputs.end(), [&](const UserInput& i) { return i.value == value; })->name;
+  };
   for (auto it = selected.columns.begin(); it != selected.columns.end();) {
     auto& ranges = it->second;
     if (selected.whole.contains(it->first)) {
-      fail("--request-only marks '{}' twice: as a whole and by columns", it->first);
+      fail("--request-only marks '{}' twice: as a whole and by columns", name_of(it->first));
     }
     std::sort(ranges.begin(), ranges.end());
     std::int64_t covered = 0;
     for (std::size_t i = 0; i < ranges.size(); ++i) {
       if (i > 0 && ranges[i].first < ranges[i - 1].second) {
         fail("--request-only marks columns {} to {} of '{}' twice", ranges[i].first,
-             std::min(ranges[i].second, ranges[i - 1].second) - 1, it->first);
+             std::min(ranges[i].second, ranges[i - 1].second) - 1, name_of(it->first));
       }
       covered += ranges[i].second - ranges[i].first;
     }

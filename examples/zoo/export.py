@@ -9,10 +9,8 @@ from __future__ import annotations
 import argparse
 import importlib
 import json
-import multiprocessing
 import re
 import sys
-import time
 import traceback
 import warnings
 from pathlib import Path
@@ -21,6 +19,7 @@ from typing import Any
 import torch
 from torch.export import Dim
 
+import forked
 from catalogue import Entry, perturb
 
 MAX_BATCH = 65536
@@ -78,36 +77,36 @@ def main() -> None:
     parser.add_argument("--only", default="", help="configurations whose name holds this text")
     parser.add_argument("--names", default="", help="exactly these configurations, by semicolons")
     parser.add_argument("--again", action="store_true", help="those that failed are tried again")
+    parser.add_argument("--jobs", type=int, default=2, help="configurations exported at the same time")
     arguments = parser.parse_args()
     arguments.folder = arguments.folder.resolve()
 
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)
     module = importlib.import_module(f"models_{arguments.package}")
-    context = multiprocessing.get_context("fork")
     entries = [e for e in module.entries() if arguments.only.lower() in e.name.lower()]
     if arguments.names:
         wanted = arguments.names.split(";")
         entries = [e for e in entries if e.name in wanted]
-    for number, entry in enumerate(entries, 1):
+    todo = []
+    for entry in entries:
         folder = arguments.folder / slug(entry.name)
         folder.mkdir(parents=True, exist_ok=True)
         file = folder / STATUS_FILE
-        if file.is_file() and (not arguments.again or json.loads(file.read_text())["stage"] == "done"):
-            continue
-        start = time.monotonic()
-        process = context.Process(target=child, args=(entry, folder))
-        process.start()
-        process.join(SECONDS)
-        if process.is_alive():
-            process.kill()
-            process.join()
+        if not file.is_file() or (arguments.again and json.loads(file.read_text())["stage"] != "done"):
+            file.unlink(missing_ok=True)
+            todo.append((entry, folder))
+
+    def done(number: int, item: tuple[Entry, Path], how: str, seconds: float) -> None:
+        entry, folder = item
+        file = folder / STATUS_FILE
         if not file.is_file():
-            why = f"ended with code {process.exitcode}" if process.exitcode and process.exitcode > 0 else "crashed or took too long"
-            file.write_text(json.dumps({"name": entry.name, "stage": "export", "reason": why}))
+            file.write_text(json.dumps({"name": entry.name, "stage": "export", "reason": how}))
         status = json.loads(file.read_text())
         said = "exported" if status["stage"] == "done" else f"{status['stage']} failed: {status.get('reason')}"
-        print(f"  {arguments.package} {number}/{len(entries)} {entry.name}: {said} ({time.monotonic() - start:.0f} s)", flush=True)
+        print(f"  {arguments.package} {number}/{len(todo)} {entry.name}: {said} ({seconds:.0f} s)", flush=True)
+
+    forked.each(todo, lambda item: child(*item), done, arguments.jobs, SECONDS)
 
 
 if __name__ == "__main__":

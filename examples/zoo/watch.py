@@ -43,14 +43,19 @@ def _tensors(value: Any) -> list[torch.Tensor]:
 class Watcher(torch.fx.Interpreter):
     """Runs a program and keeps what every operator made and what it cost."""
 
-    def __init__(self, module: torch.fx.GraphModule) -> None:
+    def __init__(self, module: torch.fx.GraphModule, counts: bool) -> None:
         super().__init__(module, garbage_collect_values=False)
+        self.counts = counts
         self.values: dict[str, list[torch.Tensor]] = {}
         self.cost: dict[str, int] = {}
 
     def run_node(self, n: torch.fx.Node) -> Any:
         if n.op != "call_function":
             return super().run_node(n)
+        if not self.counts:
+            result = super().run_node(n)
+            self.values[n.name] = _tensors(result)
+            return result
         counter = FlopCounterMode(display=False)
         with counter:
             result = super().run_node(n)
@@ -130,8 +135,8 @@ class Program:
     def call(self, inputs: list[torch.Tensor]) -> Any:
         return self.module(*tree_unflatten(inputs, self.spec))
 
-    def watch(self, inputs: list[torch.Tensor]) -> Watcher:
-        watcher = Watcher(self.module)
+    def watch(self, inputs: list[torch.Tensor], counts: bool = False) -> Watcher:
+        watcher = Watcher(self.module, counts)
         with torch.no_grad():
             watcher.run(*tree_unflatten(inputs, self.spec))
         return watcher
@@ -153,7 +158,7 @@ def _followers(program: Program, base: Watcher, inputs: list[torch.Tensor], what
 def request_only_arithmetic(program: Program) -> tuple[float, float]:
     """Operations a row: request-only ones, and among these those at the candidate batch (none before the transform)."""
     inputs = program.inputs()
-    base = program.watch(inputs)
+    base = program.watch(inputs, counts=True)
     by_candidate = _followers(program, base, inputs, "candidate")
     by_user = _followers(program, base, inputs, "request-only")
     only_user = by_user - by_candidate
