@@ -5,8 +5,7 @@
 #   CUDA       compiles every kernel for sm_90a, where nvcc exists, and tests their host code
 #   Python     pytest: operators, archives, runtime, command, transform, the demo's data
 #   random     500 random programs, transformed in three modes and compared with their originals
-#   sanitize   the C++ tests of graph, transform and runtime, and the fuzzer of the archive reader, under the address and
-#              undefined-behaviour sanitizers
+#   sanitize   the C++ tests, and the fuzzer of the archive reader, under the address and undefined-behaviour sanitizers
 #
 # usage: scripts/test.sh [STAGE...]      all stages without arguments
 set -euo pipefail
@@ -69,9 +68,10 @@ random_stage() {
 }
 
 sanitize_stage() {
-  configure_and_build sanitize --target ikbo_archive_test ikbo_transform_test ikbo_runtime_test ikbo_fuzz_archive
-  # Leaks are not checked: PyTorch keeps memory to the end of the process. The command's tests are not built here.
-  ASAN_OPTIONS=detect_leaks=0 ctest --test-dir build/sanitize --output-on-failure -j"$jobs" -E 'NOT_BUILT|ikbo_cli'
+  configure_and_build sanitize --target ikbo_archive_test ikbo_transform_test ikbo_runtime_test ikbo_cli_test \
+    ikbo_fuzz_archive
+  # Leaks are not checked: PyTorch keeps memory to the end of the process.
+  ASAN_OPTIONS=detect_leaks=0 ctest --test-dir build/sanitize --output-on-failure -j"$jobs"
 }
 
 main() {

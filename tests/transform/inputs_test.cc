@@ -76,7 +76,7 @@ TEST(SelectRequestOnly, BadColumnRanges) {
   EXPECT_NE(message({"X[:,5:5]"}).find("columns 0 to 39"), std::string::npos);
   EXPECT_NE(message({"X[:,a:b]"}).find("X[:,from:to]"), std::string::npos);
   EXPECT_NE(message({"user_id[:,0:2]"}).find("needs a matrix"), std::string::npos);
-  EXPECT_NE(message({"X[:,0:5],X[:,4:9]"}).find("columns 4 to 4 of 'x_X' twice"), std::string::npos);
+  EXPECT_NE(message({"X[:,0:5],X[:,4:9]"}).find("columns 4 to 4 of 'X' twice"), std::string::npos);
   EXPECT_NE(message({"X,X[:,0:5]"}).find("twice"), std::string::npos);
 }
 
