@@ -33,6 +33,13 @@ find_python() {
 
 has_python() { venv_works || find_python >/dev/null; }
 
+# TorchInductor compiles against Python's own headers.
+has_python_headers() {
+  local python=.venv/bin/python
+  venv_works || python=$(find_python) || return 1
+  "$python" -c 'import os, sys, sysconfig; sys.exit(not os.path.exists(sysconfig.get_path("include") + "/Python.h"))'
+}
+
 venv_works() { [[ -x .venv/bin/python ]] && .venv/bin/python -c '' 2>/dev/null; }
 
 # Prints the Debian packages that are missing. What was installed in another way counts as present.
@@ -51,6 +58,7 @@ missing_packages() {
     has_header benchmark/benchmark.h || echo libbenchmark-dev
     has clang-format || echo clang-format
     has unzip || echo unzip
+    has_python_headers || echo python3-dev
   fi
 }
 

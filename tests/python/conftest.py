@@ -3,7 +3,9 @@
 import dataclasses
 import os
 import random
+import shutil
 import sys
+import sysconfig
 from pathlib import Path
 from typing import Optional
 
@@ -20,6 +22,14 @@ ACTIVATIONS = {
     "silu": torch.nn.functional.silu,
     "gelu": torch.nn.functional.gelu,
 }
+
+
+def needs_inductor():
+    """Skips a test where TorchInductor has no C++ compiler or no headers of Python."""
+    if not (os.environ.get("CXX") or shutil.which("g++")):
+        pytest.skip("needs a C++ compiler")
+    if not (Path(sysconfig.get_path("include")) / "Python.h").exists():
+        pytest.skip("needs Python.h")
 
 
 def pytest_report_header():

@@ -1,14 +1,13 @@
 """Shape rules and compilers: opcheck, torch.export with dynamic sizes, torch.compile."""
 
 import io
-import os
-import shutil
 
 import pytest
 import torch
 from torch.export import Dim
 
 import ikbo  # noqa: F401  registers the operators
+from conftest import needs_inductor
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 
@@ -148,8 +147,8 @@ def test_compile_with_dynamic_sizes(mode):
             torch.testing.assert_close(a, b)
 
 
-@pytest.mark.skipif(not (os.environ.get("CXX") or shutil.which("g++")), reason="needs a C++ compiler")
 def test_compile_with_inductor():
+    needs_inductor()
     model = Tower().eval()
     compiled = torch.compile(model, dynamic=True, fullgraph=True)
     with torch.no_grad():

@@ -1,8 +1,6 @@
 """The transform from the outside: exported models, the command, torch.export.load of the result."""
 
 import json
-import os
-import shutil
 
 import pytest
 import torch
@@ -10,6 +8,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ikbo
+from conftest import needs_inductor
 from transform_checks import MODES, check, command, draw, export, refusal, replicate, roles, transform
 
 
@@ -41,8 +40,8 @@ def test_concat_and_linear_become_one_ikbo_operator(tmp_path):
 
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_torch_compile_and_other_sizes(backend, tmp_path):
-    if backend == "inductor" and not (os.environ.get("CXX") or shutil.which("g++")):
-        pytest.skip("needs a C++ compiler")
+    if backend == "inductor":
+        needs_inductor()
     model, example = Tower(), tower_example()
     export(model, example, tmp_path / "m.pt2")
     transform(tmp_path / "m.pt2", tmp_path / "m.ikbo.pt2")
