@@ -14,10 +14,9 @@
 #include <vector>
 
 #include "kernels/linear_compression_config.h"
+#include "kernels/scalar_type.h"
 
 namespace ikbo::kernels {
-
-enum class ScalarType { kFloat16, kBFloat16, kFloat32 };
 
 // One product W E. Strides are in elements; the last dimension of each tensor is contiguous.
 struct LinearCompressionTerm {

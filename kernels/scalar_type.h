@@ -1,0 +1,8 @@
+// Element types that the kernels take.
+#pragma once
+
+namespace ikbo::kernels {
+
+enum class ScalarType { kFloat16, kBFloat16, kFloat32 };
+
+}  // namespace ikbo::kernels
