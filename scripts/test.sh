@@ -4,6 +4,7 @@
 #   C++        GoogleTest through CTest
 #   CUDA       compiles every kernel for sm_90a, where nvcc exists, and tests their host code
 #   Python     pytest: operators, archives, runtime, command, transform, the demo's data
+#   zoo        public models of torch-rechub, exported unchanged: transformed raw and functional, verified, loaded
 #   random     500 random programs, transformed in three modes and compared with their originals
 #   sanitize   the C++ tests, and the fuzzer of the archive reader, under the address and undefined-behaviour sanitizers
 #
@@ -12,7 +13,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/lib.sh
 
-readonly STAGES=(format cpp cuda python random sanitize)
+readonly STAGES=(format cpp cuda python zoo random sanitize)
 readonly PYTHON=.venv/bin/python
 jobs=$(nproc)
 readonly jobs
@@ -60,6 +61,17 @@ pytest_with_binaries() {
 python_stage() {
   configure_and_build tests
   pytest_with_binaries tests/python --ignore=tests/python/test_random_programs.py
+}
+
+# IKBO_ZOO=no leaves it out; scripts/zoo.sh runs all of it.
+zoo_stage() {
+  if [[ ${IKBO_ZOO:-yes} == no ]]; then
+    note "left out (IKBO_ZOO=no)"
+    return
+  fi
+  configure_and_build tests --target ikbo ikbo_ops ikbo_run_archive
+  scripts/zoo.sh --prepared --only rechub --no-measure --no-table --quick --strict --again \
+    --models 'WideDeep;DeepFM;DCN;DCNv2 full crossnet;AFM;AutoInt;DeepFFM;BST;DIN;DIN softmax;MMOE;ESMM;AITM;DSSM;STAMP;ComirecSA;FiBiNet field_each'
 }
 
 random_stage() {

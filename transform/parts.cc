@@ -214,10 +214,20 @@ bool Rewriter::pass_through_parts(const Node& node) {
   const RuleInput input(original_, node, builder_.candidate_symbol(), none);
   const auto operands = input.operands();
   const auto results = input.results();
-  if (operands.size() != 1 || results.size() != 1) return false;
-  const auto it = values_.find(operands[0]);
-  if (it == values_.end() || !it->second.parts) return false;
-  const auto parts = passed(node, input, operands[0]);
+  if (operands.empty() || results.size() != 1) return false;
+  // One value in parts beside shared ones; or several, taken piece by piece.
+  const std::string* self = nullptr;
+  bool others = false;
+  for (const std::string& name : operands) {
+    const auto it = values_.find(name);
+    if (it == values_.end() || it->second.level == Level::kShared) continue;
+    others = others || (self != nullptr && *self != name) || !it->second.parts;
+    if (it->second.parts) self = &name;
+  }
+  if (self == nullptr) return false;
+  std::optional<Parts> parts;
+  if (!others) parts = passed(node, input, *self);
+  if (!parts && mode_ == Mode::kIkbo) parts = aligned(node);
   if (!parts) return false;
   if (bind_single_piece(results[0], *parts)) return true;
   values_[results[0]] = Value{Level::kCandidate, batch_shown_by_sizes(results[0]), {}, {}, &node, *parts};
@@ -234,6 +244,7 @@ std::optional<Parts> Rewriter::passed(const Node& node, const RuleInput& in, con
   const int rank = static_cast<int>(before.size());
   const int last = static_cast<int>(parts.shape.size()) - 1;
 
+  if ((op == "index" || op == "index_select") && own_shape) return picked(parts, in);
   // Columns of a packed input, and of any concatenation: a cut takes the pieces it needs.
   if (op == "slice" || op == "select") {
     const auto d = node.find("dim") == nullptr ? std::optional<int>(0) : in.dim("dim", rank);
@@ -297,6 +308,11 @@ std::optional<Parts> Rewriter::passed(const Node& node, const RuleInput& in, con
     return own_shape ? view_parts(parts, before, after) : std::nullopt;
   }
   if (!own_shape) return std::nullopt;
+  if (op == "sum" || op == "mean") {
+    if (auto sums = reduced(node, in, self)) return sums;
+  }
+  const bool moves = op == "unsqueeze" || op == "transpose" || op == "permute";
+  if (!moves) return piece_by_piece(node, self);
 
   // Dimensions move: where each dimension of the result comes from (-1: a new one of size 1).
   std::vector<int> from;
@@ -407,20 +423,44 @@ bool Rewriter::bind_single_piece(const std::string& name, const Parts& parts) {
   return true;
 }
 
-// The whole of a value that no node of the original makes: a packed input whose columns were split.
+// The whole of a value from its parts: of a packed input, or of what was computed piece by piece.
 std::string Rewriter::join_parts(const std::string& name, const Parts& parts) {
   const auto& meta = original_.tensors.at(name);
+  const auto d = static_cast<std::size_t>(parts.dim);
+  Batch batch;  // in the shape that the terms refer to, which may be the value's own before a flatten
+  for (std::size_t i = 0; i < parts.shape.size(); ++i) {
+    if (!parts.shape[i].depends_on(builder_.candidate_symbol())) continue;
+    const auto inner = parts.shape[i].multiple_of(builder_.candidate_symbol());
+    if (!inner) fail("internal error: '{}' does not show its batch", name);
+    batch = {static_cast<int>(i), *inner};
+  }
   std::vector<std::string> values;
   for (const Piece& piece : parts.pieces) {
-    if (piece.terms.size() != 1 || piece.terms[0].sign != 1) {
-      fail("internal error: '{}' is a sum that no operator makes", name);
+    std::vector<Expr> full = parts.shape;
+    full[d] = piece.extent;
+    std::string sum;
+    for (const Term& term : piece.terms) {
+      const std::string value = at_candidate(term, meta, batch);
+      if (sum.empty() && term.sign == 1) {
+        sum = value;
+        continue;
+      }
+      graph::TensorMeta whole = builder_.meta(value);
+      whole.sizes = full;
+      whole.strides = graph::contiguous_strides(full);
+      if (sum.empty()) {
+        whole.sizes = term.sizes;
+        sum = builder_.emit("torch.ops.aten.neg.default", {{"self", TensorArg{value}, 1}}, name + "_part", whole,
+                            Role::kCandidate);
+        continue;
+      }
+      sum = builder_.emit(term.sign == 1 ? "torch.ops.aten.add.Tensor" : "torch.ops.aten.sub.Tensor",
+                          {{"self", TensorArg{sum}, 1}, {"other", TensorArg{value}, 1}}, name + "_part", whole,
+                          Role::kCandidate);
     }
-    const Term& term = piece.terms[0];
-    graph::TensorMeta own = meta;
-    own.sizes = term.sizes;
-    values.push_back(term.where == Where::kUser ? broadcast(term.value, *values_.at(name).batch, own) : term.value);
+    values.push_back(builder_.expand(sum, full, Role::kCandidate));
   }
-  return builder_.cat(values, parts.dim, Role::kCandidate);
+  return builder_.reshape(builder_.cat(values, parts.dim, Role::kCandidate), meta.sizes, Role::kCandidate);
 }
 
 // ---- Terms --------------------------------------------------------------------------------------------------------

@@ -45,6 +45,8 @@ struct Parts {
   int dim = 0;
   std::vector<graph::Expr> shape;
   std::vector<Piece> pieces;
+  /// The whole is put together from the terms; else the original's operator makes it from its own operands.
+  bool join = false;
 };
 
 struct Value {
@@ -110,6 +112,16 @@ class Rewriter {
   std::string reshape_term(const Term& term, const std::vector<graph::Expr>& sizes);
   std::string expand_term(const Term& term, const std::vector<graph::Expr>& sizes);
   static graph::Role role_of(Where where);
+
+  // parts_pass.cc: operators that work on each piece alone
+  std::optional<Parts> picked(const Parts& parts, const RuleInput& input);
+  std::optional<Parts> piece_by_piece(const graph::Node& node, const std::string& self);
+  std::optional<Parts> reduced(const graph::Node& node, const RuleInput& input, const std::string& self);
+  std::optional<Parts> aligned(const graph::Node& node);
+  void merge_neighbours(Parts& parts);
+  std::string apply_to_pieces(const graph::Node& node, const std::map<std::string, std::string>& operands, Where where,
+                              const std::vector<graph::Expr>& sizes);
+  std::string at_candidate(const Term& term, const graph::TensorMeta& original, const Batch& batch);
 
   // products.cc: products with a weight that all rows share
   struct SharedWeight {

@@ -216,6 +216,37 @@ class Maker:
 
         self.add(attend, [row, sequence])
 
+    def fields(self) -> None:
+        """Fields of both sides in one tensor (B, F, W), and what interactions between fields do with them."""
+        rows = [i for i in self.floats(2) if self.values[i].shape == (BATCH, WIDTH)]
+        chosen = [self.random.choice(rows) for _ in range(self.random.randrange(2, 6))]
+        stacked = self.add(lambda *v: torch.cat([x.unsqueeze(1) for x in v], dim=1), chosen)
+        layer, norm = self.layer(torch.nn.Linear(WIDTH, WIDTH)), self.layer(torch.nn.LayerNorm(WIDTH))
+        for _ in range(self.random.randrange(1, 4)):
+            stacked = self.interact(stacked, layer, norm)
+        self.add(lambda v: v.flatten(1), [stacked])
+
+    def interact(self, stacked: int, layer: torch.nn.Module, norm: torch.nn.Module) -> int:
+        """One step over fields; returns what the next one starts from."""
+        count = self.values[stacked].shape[1]
+        scale, shift = self.parameter(count, 1), self.parameter(count, WIDTH)
+        picks = torch.tensor([self.random.randrange(count) for _ in range(self.random.randrange(1, 5))])
+        keep = self.random.random() < 0.5
+        same_shape: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            layer, norm, lambda v: v * scale, lambda v: v + shift, lambda v: torch.relu(layer(v)) + v, lambda v: v * v,
+            lambda v: v.softmax(-1), lambda v: v[:, picks], lambda v: v.index_select(1, picks), lambda v: v @ shift[:1].t() * v,
+            lambda v: v.transpose(1, 2).transpose(1, 2), lambda v: torch.where(v > 0, v, v * 0.1), lambda v: v.clamp(-1.0, 1.0),
+        ]  # fmt: skip
+        ends: list[Callable[[torch.Tensor], torch.Tensor]] = [
+            lambda v: v.sum(1, keepdim=keep), lambda v: v.mean(1, keepdim=keep), lambda v: v.sum((1, 2), keepdim=keep),
+            lambda v: (v.sum(1).square() - v.square().sum(1)) * 0.5, lambda v: v.amax(1), lambda v: v.mean(-1, keepdim=keep),
+            lambda v: v.transpose(1, 2).sum(-1), lambda v: torch.bmm(v, v.transpose(1, 2)),
+        ]  # fmt: skip
+        if self.random.random() < 0.4:
+            self.add(self.random.choice(ends), [stacked])
+            return stacked
+        return self.add(self.random.choice(same_shape), [stacked])
+
     def reshape(self) -> None:
         i = self.pick(self.floats())
         v = self.values[i]
@@ -408,6 +439,7 @@ class Maker:
             [self.pointwise] * 3 + [self.binary] * 3 + [self.concatenate] * 5 + [self.reshape] * 4 + [self.reduce] * 2
             + [self.linear] * 5 + [self.spread] * 3 + [self.product, self.normalise, self.normalise, self.lookup]
             + [self.lookup] * 2 + [self.create, self.recur] + [self.tower] * 4 + [self.unit] * 2 + [self.compress] * 3 + [self.target] * 5
+            + [self.fields] * 4
         )  # fmt: skip
         target = self.random.randrange(6, 26)
         for _ in range(400):
