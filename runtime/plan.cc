@@ -18,10 +18,6 @@ namespace {
 using c10::IValue;
 using graph::Node;
 
-bool starts_with(const std::string& text, const std::string& prefix) {
-  return text.rfind(prefix, 0) == 0;
-}
-
 std::string node_label(const Node& node) {
   const std::vector<std::string> outputs = graph::output_names(node);
   const std::string name = !node.name.empty() ? node.name : outputs.empty() ? std::string("?") : outputs.front();
@@ -29,12 +25,12 @@ std::string node_label(const Node& node) {
 }
 
 c10::OperatorHandle resolve(const Node& node) {
-  if (starts_with(node.target, "torch.ops.higher_order.") || node.target.find("higher_order") != std::string::npos) {
+  if (node.target.starts_with("torch.ops.higher_order.") || node.target.find("higher_order") != std::string::npos) {
     fail("{}: higher-order operators are not executed here; {}", node_label(node),
          "export the model with .run_decompositions({}) before torch.export.save");
   }
   const std::string prefix = "torch.ops.";
-  if (!starts_with(node.target, prefix)) fail("{}: no such operator", node_label(node));
+  if (!node.target.starts_with(prefix)) fail("{}: no such operator", node_label(node));
   const std::string rest = node.target.substr(prefix.size());
   const std::size_t first = rest.find('.');
   const std::size_t last = rest.rfind('.');
@@ -221,7 +217,7 @@ class Planner {
         bind_schema(node, step);
       }
     } catch (const Error& error) {
-      if (starts_with(error.what(), "node '")) throw;
+      if (std::string_view(error.what()).starts_with("node '")) throw;
       fail("{}: {}", node_label(node), error.what());
     }
     for (const graph::Argument& output : node.outputs) step.results.push_back(bind_result(output));
@@ -229,7 +225,7 @@ class Planner {
   }
 
   void bind_native(const Node& node, Step& step) {
-    if (starts_with(node.target, "torch.ops.")) {
+    if (node.target.starts_with("torch.ops.")) {
       // Registered operators have defaults; their schema gives the order.
       step.op = resolve(node);
       bind_schema(node, step);

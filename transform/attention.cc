@@ -14,14 +14,6 @@ using graph::Node;
 using graph::Role;
 using graph::TensorArg;
 
-namespace {
-
-bool one_of(const std::string& op, std::initializer_list<const char*> names) {
-  return std::any_of(names.begin(), names.end(), [&](const char* n) { return op == n; });
-}
-
-}  // namespace
-
 std::optional<Rewriter::Attention> Rewriter::attention_of(const Node& node) const {
   const std::string op = aten_name(node.target);
   if (one_of(op, {"matmul", "bmm"})) return written_out_attention(node);

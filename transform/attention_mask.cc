@@ -19,10 +19,6 @@ using graph::TensorArg;
 
 namespace {
 
-bool one_of(const std::string& op, std::initializer_list<const char*> names) {
-  return std::any_of(names.begin(), names.end(), [&](const char* n) { return op == n; });
-}
-
 bool is_view(const std::string& op) {
   return one_of(op, {"view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "expand", "slice", "alias",
                      "detach", "clone", "contiguous", "lift_fresh_copy"});

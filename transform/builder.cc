@@ -175,14 +175,17 @@ std::string Builder::reshape(const std::string& value, const std::vector<Expr>& 
 
 std::string Builder::cat(const std::vector<std::string>& values, int dim, Role role) {
   if (values.size() == 1) return values[0];
+  std::string& made = cats_[{dim, values}];
+  if (!made.empty()) return made;
   std::vector<Expr> new_sizes = meta(values[0]).sizes;
   for (std::size_t i = 1; i < values.size(); ++i) {
     new_sizes[static_cast<std::size_t>(dim)] =
         new_sizes[static_cast<std::size_t>(dim)] + meta(values[i]).sizes[static_cast<std::size_t>(dim)];
   }
-  return emit("torch.ops.aten.cat.default",
-              {{"tensors", graph::TensorListArg{values}, 1}, {"dim", std::int64_t{dim}, 1}}, "cat",
-              contiguous(meta(values[0]), std::move(new_sizes)), role);
+  made =
+      emit("torch.ops.aten.cat.default", {{"tensors", graph::TensorListArg{values}, 1}, {"dim", std::int64_t{dim}, 1}},
+           "cat", contiguous(meta(values[0]), std::move(new_sizes)), role);
+  return made;
 }
 
 std::string Builder::slice(const std::string& value, int dim, std::int64_t from, std::int64_t to, Role role) {

@@ -55,7 +55,7 @@ class Builder {
 
   // ATen operators that the rewrites insert. Sizes are those of the new program.
   std::string reshape(const std::string& value, const std::vector<graph::Expr>& sizes, graph::Role role);
-  std::string cat(const std::vector<std::string>& values, int dim, graph::Role role);
+  std::string cat(const std::vector<std::string>& values, int dim, graph::Role role);  // the same one is made once
   std::string slice(const std::string& value, int dim, std::int64_t from, std::int64_t to, graph::Role role);
   std::string expand(const std::string& value, const std::vector<graph::Expr>& sizes, graph::Role role);
   /// Undoes a transposition of the same dimensions instead of adding one.
@@ -84,7 +84,8 @@ class Builder {
   std::set<std::string> taken_;
   std::map<std::string, std::pair<std::string, int>> anchors_;
   std::map<std::string, std::string> size_values_;  // srepr -> value
-  std::map<std::string, graph::Role> roles_;        // by node name
+  std::map<std::pair<int, std::vector<std::string>>, std::string> cats_;
+  std::map<std::string, graph::Role> roles_;  // by node name
   std::map<std::string, std::string> notes_;
   std::vector<NewParameter> parameters_;
 };

@@ -58,7 +58,6 @@ std::optional<Parts> Rewriter::make_parts(const Node& node) {
   if (name == "cat" || name == "concat" || name == "concatenate" || name == "stack") return parts_of_cat(node);
   if (name == "sub" || name == "add") return parts_of_sum(node);
   if (name == "expand") return parts_of_expand(node);
-  if (name == "linear" || name == "layer_norm" || name == "rms_norm") return parts_of_rows(node);
   return std::nullopt;
 }
 
@@ -170,43 +169,6 @@ std::optional<Parts> Rewriter::parts_of_expand(const Node& node) {
   return Parts{last, sizes, {Piece{{std::move(*term)}, sizes.back()}}};
 }
 
-// A layer that works along other dimensions than the concatenated one, with weights that all rows share.
-std::optional<Parts> Rewriter::parts_of_rows(const Node& node) {
-  const std::map<std::string, Batch> none;
-  const RuleInput in(original_, node, builder_.candidate_symbol(), none);
-  const std::string* input = in.tensor("input");
-  const auto it = input != nullptr ? values_.find(*input) : values_.end();
-  if (it == values_.end() || !it->second.parts) return std::nullopt;
-  Parts parts = *it->second.parts;
-  const std::size_t worked = aten_name(node.target) == "linear"
-                                 ? 1
-                                 : in.integers("normalized_shape").value_or(std::vector<std::int64_t>{}).size();
-  const auto& before = original_.tensors.at(*input).sizes;
-  const auto& after = original_.tensors.at(in.results()[0]).sizes;
-  const std::size_t first = before.size() - worked;  // dimension that is worked along
-  if (worked == 0 || worked >= before.size() || !(parts.shape == before) || after.size() != before.size() ||
-      parts.dim >= static_cast<int>(first)) {
-    return std::nullopt;
-  }
-  for (const std::string& name : in.operands()) {
-    if (name != *input && values_.at(name).level != Level::kShared) return std::nullopt;
-  }
-  for (const Piece& piece : parts.pieces) {
-    if (piece.terms.size() != 1 || piece.terms[0].sign != 1) return std::nullopt;
-    if (!std::equal(before.begin() + static_cast<std::ptrdiff_t>(first), before.end(),
-                    piece.terms[0].sizes.begin() + static_cast<std::ptrdiff_t>(first))) {
-      return std::nullopt;
-    }
-  }
-  parts.shape = after;
-  for (Piece& piece : parts.pieces) {
-    Term& term = piece.terms[0];
-    term.sizes.back() = after.back();
-    term.value = apply_to_term(node, *input, term, term.sizes);
-  }
-  return parts;
-}
-
 // ---- Passing through parts ----------------------------------------------------------------------------------------
 
 bool Rewriter::pass_through_parts(const Node& node) {
@@ -244,7 +206,9 @@ std::optional<Parts> Rewriter::passed(const Node& node, const RuleInput& in, con
   const int rank = static_cast<int>(before.size());
   const int last = static_cast<int>(parts.shape.size()) - 1;
 
-  if ((op == "index" || op == "index_select") && own_shape) return picked(parts, in);
+  if ((op == "index" || op == "index_select") && own_shape) {
+    if (auto columns = picked(parts, in)) return columns;
+  }
   // Columns of a packed input, and of any concatenation: a cut takes the pieces it needs.
   if (op == "slice" || op == "select") {
     const auto d = node.find("dim") == nullptr ? std::optional<int>(0) : in.dim("dim", rank);

@@ -116,6 +116,7 @@ std::optional<Parts> Rewriter::piece_by_piece(const Node& node, const std::strin
   if (!(parts.shape == before) || value.batch->axis == parts.dim) return std::nullopt;
   if (!single_terms(parts) || !has_user_piece(parts)) return std::nullopt;
   if (!only_sizes_depend_on_batch(node)) return std::nullopt;
+  if (node.outputs.size() != 1 || !std::holds_alternative<TensorArg>(node.outputs[0])) return std::nullopt;
   for (const graph::NamedArgument& a : node.inputs) {  // in a list it would not be replaced
     const auto names = graph::value_names(a.value);
     const bool read = std::find(names.begin(), names.end(), self) != names.end();
@@ -149,7 +150,8 @@ std::optional<Parts> Rewriter::piece_by_piece(const Node& node, const std::strin
   return out;
 }
 
-// sum and mean over the pieces' dimension: each piece is summed alone, and the sums meet.
+// sum and mean over the pieces' dimension: each piece is summed alone, and the sums meet. A mean is one of means, each
+// weighted by its share of the entries: sums of 16-bit values could overflow.
 std::optional<Parts> Rewriter::reduced(const Node& node, const RuleInput& in, const std::string& self) {
   const Value& value = values_.at(self);
   Parts parts = *value.parts;
@@ -160,44 +162,44 @@ std::optional<Parts> Rewriter::reduced(const Node& node, const RuleInput& in, co
   const int rank = static_cast<int>(meta.sizes.size());
   const auto dims = in.integers("dim");
   if (!dims || dims->empty() || !(parts.shape == meta.sizes) || !value.batch || !batch) return std::nullopt;
-  if (!graph::is_floating(meta.dtype) || result_meta.dtype != meta.dtype || result_meta.sizes.empty())
-    return std::nullopt;
+  if (!graph::is_floating(meta.dtype) || result_meta.dtype != meta.dtype) return std::nullopt;
   if (!single_terms(parts) || !has_user_piece(parts)) return std::nullopt;
   bool over_pieces = false;
-  Expr count = 1;
   for (std::int64_t d : *dims) {
     if (d < 0) d += rank;
     if (d < 0 || d >= rank || d == value.batch->axis) return std::nullopt;
     over_pieces = over_pieces || d == parts.dim;
-    count = count * meta.sizes[static_cast<std::size_t>(d)];
   }
   const bool mean = aten_name(node.target) == "mean";
-  const auto divisor = count.as_integer();
-  if (!over_pieces || (mean && (!divisor || *divisor == 0))) return std::nullopt;
-  Node sum = node;
-  sum.target = "torch.ops.aten.sum.dim_IntList";
+  const auto total = meta.sizes[static_cast<std::size_t>(parts.dim)].as_integer();
+  if (!over_pieces || (mean && (!total || *total == 0))) return std::nullopt;
   merge_neighbours(parts);
   if (parts.pieces.size() > kMostPieces) return std::nullopt;
+  if (mean) {
+    std::erase_if(parts.pieces, [](const Piece& piece) { return piece.extent.is_integer(0); });
+    for (const Piece& piece : parts.pieces) {
+      if (!piece.extent.as_integer()) return std::nullopt;
+    }
+  }
+
+  const auto emit = [&](const char* target, const std::string& a, const char* argument, Argument b, Where where) {
+    return builder_.emit(target, {{"self", TensorArg{a}, 1}, {argument, std::move(b), 1}}, node.name + "_part",
+                         builder_.meta(a), role_of(where), &node);
+  };
   const int last = static_cast<int>(result_meta.sizes.size()) - 1;
   Parts out{last, result_meta.sizes, {Piece{{}, result_meta.sizes.back()}}, true};
   for (const Piece& piece : parts.pieces) {
-    Term term{piece.terms[0].where, apply_to_term(sum, self, piece.terms[0], result_meta.sizes), result_meta.sizes};
+    Term term{piece.terms[0].where, apply_to_term(node, self, piece.terms[0], result_meta.sizes), result_meta.sizes};
+    if (mean) {
+      const double share = static_cast<double>(*piece.extent.as_integer()) / static_cast<double>(*total);
+      term.value = emit("torch.ops.aten.mul.Scalar", term.value, "other", share, term.where);
+    }
     const auto same = std::find_if(out.pieces[0].terms.begin(), out.pieces[0].terms.end(),
                                    [&](const Term& t) { return t.where == term.where; });
     if (same != out.pieces[0].terms.end()) {
-      same->value = builder_.emit("torch.ops.aten.add.Tensor",
-                                  {{"self", TensorArg{same->value}, 1}, {"other", TensorArg{term.value}, 1}},
-                                  node.name + "_part", builder_.meta(term.value), role_of(term.where), &node);
+      same->value = emit("torch.ops.aten.add.Tensor", same->value, "other", TensorArg{term.value}, term.where);
     } else {
       out.pieces[0].terms.push_back(std::move(term));
-    }
-  }
-  if (mean) {
-    for (Term& term : out.pieces[0].terms) {
-      term.value =
-          builder_.emit("torch.ops.aten.mul.Scalar",
-                        {{"self", TensorArg{term.value}, 1}, {"other", 1.0 / static_cast<double>(*divisor), 1}},
-                        node.name + "_part", builder_.meta(term.value), role_of(term.where), &node);
     }
   }
   return out;

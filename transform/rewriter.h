@@ -100,7 +100,6 @@ class Rewriter {
   std::optional<Parts> parts_of_cat(const graph::Node& node);
   std::optional<Parts> parts_of_sum(const graph::Node& node);
   std::optional<Parts> parts_of_expand(const graph::Node& node);
-  std::optional<Parts> parts_of_rows(const graph::Node& node);
   std::optional<Parts> passed(const graph::Node& node, const RuleInput& input, const std::string& self);
   std::optional<Parts> view_parts(const Parts& parts, const std::vector<graph::Expr>& before,
                                   const std::vector<graph::Expr>& after);

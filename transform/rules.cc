@@ -118,6 +118,10 @@ std::string aten_overload(std::string_view target) {
   return dot == std::string_view::npos ? std::string() : std::string(target.substr(dot + 1));
 }
 
+bool one_of(std::string_view op, std::initializer_list<std::string_view> names) {
+  return std::find(names.begin(), names.end(), op) != names.end();
+}
+
 const Rule* find_rule(std::string_view target) {
   static const RuleTable table = [] {
     RuleTable t;

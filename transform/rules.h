@@ -1,6 +1,7 @@
 #pragma once
 
 #include <functional>
+#include <initializer_list>
 #include <map>
 #include <optional>
 #include <string>
@@ -76,6 +77,8 @@ struct Rule {
 std::string aten_name(std::string_view target);
 /// "Tensor" for "torch.ops.aten.add.Tensor".
 std::string aten_overload(std::string_view target);
+
+bool one_of(std::string_view op, std::initializer_list<std::string_view> names);
 
 /// The rule of an operator's family; nullptr where there is none.
 const Rule* find_rule(std::string_view target);
