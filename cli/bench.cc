@@ -30,7 +30,7 @@ Json to_json(const BenchResult& result, const BenchCommand& command) {
   const Json place = {{"model", std::filesystem::path(command.archive).stem().string()},
                       {"users", result.users},
                       {"candidates", result.candidates}};
-  Json json = {{"gpu", nullptr},
+  Json json = {{"device", command.options.device},
                {"threads", result.threads},
                {"runs", result.runs},
                {"operator_overhead_ns", result.overhead_ns}};
@@ -62,10 +62,10 @@ std::string auc_text(const std::optional<double>& value) {
   return value ? fmt::format("{:.4f}", *value) : "-";
 }
 
-void print(const BenchResult& result) {
+void print(const BenchResult& result, const BenchCommand& command) {
   using Align = Table::Align;
-  std::cout << fmt::format("{}, {} in one call; {}; {} runs of each mode, interleaved\n\n",
-                           plural(result.users, "user"), plural(result.candidates, "candidate"),
+  std::cout << fmt::format("{}, {} in one call; {}; {}; {} runs of each mode, interleaved\n\n",
+                           plural(result.users, "user"), plural(result.candidates, "candidate"), command.options.device,
                            plural(result.threads, "thread"), count_text(result.runs));
   bool ranks = false;
   for (const ModeResult& mode : result.modes) ranks = ranks || mode.auc.has_value();
@@ -133,7 +133,7 @@ int run(BenchCommand& command) {
   if (command.json) {
     print_json(json);
   } else {
-    print(result);
+    print(result, command);
     for (const ModeResult& mode : result.modes) {
       if (command.operators > 0) print_operators(mode, command.operators);
     }
@@ -169,6 +169,7 @@ void add_bench(CLI::App& app, Action& action) {
       ->check(CLI::PositiveNumber)
       ->capture_default_str()
       ->excludes(requests);
+  sub->add_option("--device", command->options.device, "Where to run: cpu, cuda or cuda:N")->capture_default_str();
   sub->add_option("--seconds", command->options.seconds, "How long to measure")
       ->check(CLI::PositiveNumber)
       ->capture_default_str();

@@ -21,6 +21,7 @@ struct ScoreOptions {
   std::string archive;
   std::string requests;
   std::string output;
+  std::string device = "cpu";
   std::int64_t top = 10;
   std::int64_t show = -1;
   int threads = 0;
@@ -108,6 +109,7 @@ void print_request(const Request& request, const Scores& scores, std::int64_t to
 
 int run(const ScoreOptions& options) {
   runtime::EngineOptions engine;
+  engine.device = options.device;
   engine.threads = options.threads;
   const runtime::Model model(graph::read_archive(options.archive), engine);
   Progress progress("reading " + options.requests);
@@ -158,6 +160,7 @@ void add_score(CLI::App& app, Action& action) {
       ->check(CLI::NonNegativeNumber)
       ->capture_default_str();
   command->add_option("--show", options->show, "Requests to print; default: all")->check(CLI::NonNegativeNumber);
+  command->add_option("--device", options->device, "Where to run: cpu, cuda or cuda:N")->capture_default_str();
   command->add_option("--threads", options->threads, "Threads; default: all cores")->check(CLI::PositiveNumber);
   command->add_flag("--json", options->json, "Print all scores as JSON instead");
   command->callback([options, &action] { action = [options] { return run(*options); }; });

@@ -125,6 +125,7 @@ void add_verify(CLI::App& app, Action& action) {
   sub->add_option("original", command->original, "Archive as exported")->required();
   sub->add_option("transformed", command->transformed, "What `ikbo transform` made of it")->required();
   sub->add_option("--requests", command->requests, "Take inputs from this request file instead of random ones");
+  sub->add_option("--device", command->options.device, "Where to run: cpu, cuda or cuda:N")->capture_default_str();
   sub->add_option("--seed", command->options.seed, "Of the random inputs")->capture_default_str();
   sub->add_option("--users", command->options.users, "Users in a call")
       ->check(CLI::PositiveNumber)

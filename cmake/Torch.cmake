@@ -23,7 +23,11 @@ endif()
 add_library(torch_headers INTERFACE)
 target_include_directories(torch_headers SYSTEM INTERFACE ${IKBO_TORCH_DIR}/include
                                                           ${IKBO_TORCH_DIR}/include/torch/csrc/api/include)
-foreach(lib c10 torch_cpu)
+set(IKBO_TORCH_LIBRARIES c10 torch_cpu)
+if(IKBO_CUDA)
+  list(APPEND IKBO_TORCH_LIBRARIES c10_cuda torch_cuda)
+endif()
+foreach(lib ${IKBO_TORCH_LIBRARIES})
   add_library(torch::${lib} SHARED IMPORTED)
   set_target_properties(torch::${lib} PROPERTIES IMPORTED_LOCATION ${IKBO_TORCH_DIR}/lib/lib${lib}.so)
 endforeach()
@@ -32,3 +36,10 @@ target_link_libraries(torch_cpu_all INTERFACE torch_headers torch::torch_cpu tor
 # Debian's linker checks that shared libraries' own needs can be found; the wheel finds its CUDA libraries by RPATH.
 target_link_options(torch_cpu_all INTERFACE -Wl,--allow-shlib-undefined)
 add_library(torch::cpu ALIAS torch_cpu_all)
+if(IKBO_CUDA)
+  # The CUDA backend registers itself when it is loaded: keep the dependency although few of its symbols are used.
+  add_library(torch_cuda_all INTERFACE)
+  target_link_libraries(torch_cuda_all INTERFACE torch_cpu_all -Wl,--no-as-needed torch::torch_cuda torch::c10_cuda
+                                                 -Wl,--as-needed)
+  add_library(torch::cuda ALIAS torch_cuda_all)
+endif()

@@ -3,6 +3,6 @@
 
 namespace ikbo::kernels {
 
-enum class ScalarType { kFloat16, kBFloat16, kFloat32 };
+enum class ScalarType { kFloat16, kBFloat16, kFloat32, kFloat64 };
 
 }  // namespace ikbo::kernels

@@ -1,8 +1,8 @@
 // Target attention that never copies the user: every candidate's n_seed query rows attend, without mask, to the history
 // of the candidate's own user,
 //
-//   out[b, s, h] = softmax(scale q[b, s, h] K[u, :, g]^T) V[u, :, g]      u = candidate_to_user[b], g = h / (H_q /
-//   H_kv)
+//   out[b, s, h] = softmax(scale q[b, s, h] K[u, :, g]^T) V[u, :, g]
+//   u = candidate_to_user[b], g = h / (H_q / H_kv)
 //
 // with the softmax in fp32. See docs/kernels/target_attention.md.
 #pragma once
@@ -30,7 +30,7 @@ struct TargetAttentionProblem {
   // Padded histories: k and v are (users, length, kv_heads, D). Packed ones: (length, kv_heads, D), where length is the
   // rows of all users together, and kv_offsets is given.
   int64_t length = 0;
-  float scale = 0;
+  double scale = 0;  // of the logits
 
   const void* q = nullptr;  // (candidates, seeds, q_heads, D)
   int64_t q_candidate_stride = 0;
@@ -49,8 +49,8 @@ struct TargetAttentionProblem {
   const int32_t* kv_lengths = nullptr;         // (users), padded histories: the valid prefix; all of it where null
   const int32_t* kv_offsets = nullptr;         // (users + 1), packed histories
 
-  void* out = nullptr;         // (candidates, seeds, q_heads, D), contiguous
-  float* logsumexp = nullptr;  // (candidates, seeds, q_heads), contiguous, or null; -infinity for an empty history
+  void* out = nullptr;        // (candidates, seeds, q_heads, D), contiguous
+  void* logsumexp = nullptr;  // fp32 (fp64), (candidates, seeds, q_heads), contiguous, or null; -infinity: no history
 };
 
 // Whether the tensor-core kernel for Hopper serves the problem: fp16 or bf16, and rows that the copy engine can

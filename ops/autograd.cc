@@ -105,7 +105,7 @@ struct Linear : torch::autograd::Function<Linear> {
     }
     const std::vector<at::Tensor> results =
         at::GradMode::is_enabled()
-            ? differentiable_linear_backward(grads[0], tensors, parse_activation("ikbo::linear", activation))
+            ? differentiable_linear_backward(grads[0], tensors, parse_activation("ikbo::linear", activation), mask)
             : call_linear_backward(grads[0], output, tensors, activation, mask);
     variable_list out(2 + 3 * terms + 2);  // and the bias, and the activation, which has no gradient
     for (size_t i = 0; i < edge.size(); ++i) {

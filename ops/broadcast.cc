@@ -1,4 +1,6 @@
 // ikbo::broadcast: rows looked up through the index, and its transpose, the sum of candidates' rows by user.
+#include "ops/broadcast.h"
+
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
 #include <torch/library.h>
@@ -14,6 +16,8 @@ namespace {
 
 constexpr const char* kBroadcast = "ikbo::broadcast";
 constexpr const char* kBackward = "ikbo::broadcast_backward";
+
+}  // namespace
 
 std::vector<c10::SymInt> with_rows(const at::Tensor& tensor, c10::SymInt rows) {
   std::vector<c10::SymInt> sizes = tensor.sym_sizes().vec();
@@ -38,6 +42,12 @@ void check_broadcast_backward(const at::Tensor& grad, const at::Tensor& candidat
   IKBO_CHECK_SIZE(num_users.sym_ge(0), kBackward, ": num_users is ", num_users, ", expected 0 or more");
 }
 
+at::Tensor with_dense_rows(const at::Tensor& tensor) {
+  return tensor.select(0, 0).is_contiguous() ? tensor : tensor.contiguous();
+}
+
+namespace {
+
 // A copy whose size the compiler knows is one load and one store; rows of ids, flags and scalars are that short.
 template <typename Row>
 void copy_rows(const char* from, int64_t from_stride, const int32_t* index, int64_t begin, int64_t end, char* to) {
@@ -56,8 +66,7 @@ at::Tensor broadcast_cpu(const at::Tensor& x_user, const at::Tensor& candidate_t
   sizes[0] = batch;
   at::Tensor out = at::empty(sizes, x_user.options());
   if (out.numel() == 0) return out;
-  // Only the inside of a row must be dense: a slice of columns of an expanded or strided batch is read in place.
-  const at::Tensor rows = x_user.select(0, 0).is_contiguous() ? x_user : x_user.contiguous();
+  const at::Tensor rows = with_dense_rows(x_user);
   const auto item = static_cast<int64_t>(rows.element_size());
   const int64_t row_bytes = out.numel() / batch * item;
   const int64_t stride = rows.stride(0) * item;

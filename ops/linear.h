@@ -44,8 +44,9 @@ std::vector<at::Tensor> call_linear_backward(const at::Tensor& grad, const std::
                                              const LinearTensors& tensors, std::string_view activation,
                                              const c10::List<bool>& output_mask);
 
-/// The same gradients from differentiable operators, for a graph of the backward pass (double backward).
+/// The same gradients from differentiable operators: the graph of a double backward, and what CUDA runs. Those that
+/// `output_mask` does not ask for are undefined.
 std::vector<at::Tensor> differentiable_linear_backward(const at::Tensor& grad, const LinearTensors& tensors,
-                                                       cpu::Activation activation);
+                                                       cpu::Activation activation, const c10::List<bool>& output_mask);
 
 }  // namespace ikbo

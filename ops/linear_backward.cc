@@ -161,7 +161,7 @@ std::vector<at::Tensor> call_linear_backward(const at::Tensor& grad, const std::
 }
 
 std::vector<at::Tensor> differentiable_linear_backward(const at::Tensor& grad, const LinearTensors& tensors,
-                                                       cpu::Activation activation) {
+                                                       cpu::Activation activation, const c10::List<bool>& output_mask) {
   static const auto broadcast = c10::Dispatcher::singleton()
                                     .findSchemaOrThrow("ikbo::broadcast", "")
                                     .typed<at::Tensor(const at::Tensor&, const at::Tensor&)>();
@@ -203,18 +203,45 @@ std::vector<at::Tensor> differentiable_linear_backward(const at::Tensor& grad, c
     }
   }
 
-  std::vector<at::Tensor> results = {at::mm(g, w_cand).to(type), at::mm(g.t(), x_cand).to(type), g.sum(0).to(type)};
-  std::vector<at::Tensor> g_user;
+  std::vector<at::Tensor> results(kFixedResults + 2 * terms);
+  if (output_mask[0]) results[0] = at::mm(g, w_cand).to(type);
+  if (output_mask[1]) results[1] = at::mm(g.t(), x_cand).to(type);
+  if (output_mask[2]) results[2] = g.sum(0).to(type);
   for (size_t t = 0; t < terms; ++t) {
-    g_user.push_back(broadcast_backward.call(g, tensors.index[t], x[t].sym_size(0)));
-    results.push_back(at::mm(g_user[t], w[t]).to(type));
+    const size_t grad_x = kFixedResults + t;
+    const size_t grad_w = kFixedResults + terms + t;
+    if (!output_mask[grad_x] && !output_mask[grad_w]) continue;
+    const at::Tensor g_user = broadcast_backward.call(g, tensors.index[t], x[t].sym_size(0));
+    if (output_mask[grad_x]) results[grad_x] = at::mm(g_user, w[t]).to(type);
+    if (output_mask[grad_w]) results[grad_w] = at::mm(g_user.t(), x[t]).to(type);
   }
-  for (size_t t = 0; t < terms; ++t) results.push_back(at::mm(g_user[t].t(), x[t]).to(type));
   return results;
 }
 
+namespace {
+
+std::vector<at::Tensor> linear_backward_cuda(const at::Tensor& grad, const std::optional<at::Tensor>& output,
+                                             const at::Tensor& x_cand, const at::Tensor& w_cand, at::TensorList x_bcast,
+                                             at::TensorList w_bcast, at::TensorList index,
+                                             const std::optional<at::Tensor>& bias, std::string_view activation,
+                                             const c10::List<bool>& output_mask) {
+  const LinearTensors tensors{x_cand, w_cand, x_bcast, w_bcast, index, bias};
+  const cpu::Activation parsed = parse_activation(kBackward, activation);
+  check_backward(grad, output, tensors, parsed, output_mask);
+  std::vector<at::Tensor> results = differentiable_linear_backward(grad, tensors, parsed, output_mask);
+  for (auto& result : results) {
+    result = result.defined() ? result.contiguous() : at::empty({0}, x_cand.options());
+  }
+  return results;
+}
+
+}  // namespace
+
 TORCH_LIBRARY_IMPL(ikbo, CPU, m) {
   m.impl("linear_backward", linear_backward_cpu);
+}
+TORCH_LIBRARY_IMPL(ikbo, CUDA, m) {
+  m.impl("linear_backward", linear_backward_cuda);
 }
 TORCH_LIBRARY_IMPL(ikbo, Meta, m) {
   m.impl("linear_backward", linear_backward_meta);

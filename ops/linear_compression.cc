@@ -57,16 +57,18 @@ void check_linear_compression(std::string_view op, const CompressionTensors& ten
 }
 
 namespace {
-
 constexpr const char* kCompression = "ikbo::linear_compression";
+}
 
-at::ScalarType result_type(const at::Tensor& e_cand, std::optional<at::ScalarType> out_dtype) {
+at::ScalarType linear_compression_type(const at::Tensor& e_cand, std::optional<at::ScalarType> out_dtype) {
   const at::ScalarType type = e_cand.scalar_type();
   const at::ScalarType result = out_dtype.value_or(type);
   TORCH_CHECK_TYPE(result == type || result == sum_type(type), kCompression, ": out_dtype is ", result, ", expected ",
                    type, ", the dtype of e_cand, or ", sum_type(type), ", the dtype that sums are kept in");
   return result;
 }
+
+namespace {
 
 // W E for one E of a batch: rows of W times the columns of E, (M, N) at `out`.
 template <typename T, typename Out>
@@ -139,7 +141,7 @@ at::Tensor linear_compression_cpu(const at::Tensor& w_cand, const at::Tensor& e_
   const CompressionTensors tensors{w_cand, e_cand, w_bcast, e_bcast, index};
   check_linear_compression(kCompression, tensors);
   const at::ScalarType type = e_cand.scalar_type();
-  const at::ScalarType out_type = result_type(e_cand, out_dtype);
+  const at::ScalarType out_type = linear_compression_type(e_cand, out_dtype);
   std::vector<at::Tensor> dense_index;
   for (size_t t = 0; t < index.size(); ++t) {
     dense_index.push_back(index[t].contiguous());
@@ -169,7 +171,7 @@ at::Tensor linear_compression_meta(const at::Tensor& w_cand, const at::Tensor& e
                                    std::optional<at::ScalarType> out_dtype) {
   check_linear_compression(kCompression, {w_cand, e_cand, w_bcast, e_bcast, index});
   return at::empty_symint({e_cand.sym_size(0), w_cand.sym_size(0), e_cand.sym_size(2)},
-                          e_cand.options().dtype(result_type(e_cand, out_dtype)));
+                          e_cand.options().dtype(linear_compression_type(e_cand, out_dtype)));
 }
 
 }  // namespace

@@ -4,6 +4,7 @@
 #include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 
+#include <optional>
 #include <string_view>
 #include <vector>
 
@@ -20,6 +21,10 @@ struct CompressionTensors {
 
 /// Checks types, devices and (symbolic) sizes of all tensors against each other; not the index values.
 void check_linear_compression(std::string_view op, const CompressionTensors& tensors);
+
+/// The element type of the result; throws TypeError for an `out_dtype` other than that of e_cand or the one that sums
+/// are kept in.
+at::ScalarType linear_compression_type(const at::Tensor& e_cand, std::optional<at::ScalarType> out_dtype);
 
 /// torch.ops.ikbo.linear_compression_backward through the dispatcher. Results in the order w_cand, e_cand, w_bcast...,
 /// e_bcast...; one that `output_mask` (same order) does not ask for is an empty tensor.

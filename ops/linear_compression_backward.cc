@@ -111,6 +111,9 @@ std::vector<at::Tensor> differentiable_linear_compression_backward(const at::Ten
 TORCH_LIBRARY_IMPL(ikbo, CPU, m) {
   m.impl("linear_compression_backward", linear_compression_backward);
 }
+TORCH_LIBRARY_IMPL(ikbo, CUDA, m) {
+  m.impl("linear_compression_backward", linear_compression_backward);
+}
 TORCH_LIBRARY_IMPL(ikbo, Meta, m) {
   m.impl("linear_compression_backward", linear_compression_backward_meta);
 }

@@ -24,6 +24,11 @@ struct AttentionArguments {
 /// Checks types, devices and (symbolic) sizes of all tensors against each other; not the values of integers.
 void check_target_attention(std::string_view op, const AttentionArguments& arguments);
 
+/// The same for the backward operator, with what it takes besides.
+void check_target_attention_backward(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_logsumexp,
+                                     const AttentionArguments& arguments, const at::Tensor& out,
+                                     const at::Tensor& logsumexp);
+
 /// The factor of the logits.
 double attention_scale(const AttentionArguments& arguments);
 

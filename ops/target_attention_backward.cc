@@ -29,8 +29,11 @@ void check_like(const at::Tensor& tensor, const char* name, const at::Tensor& q,
   }
 }
 
-void check_backward(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_logsumexp,
-                    const AttentionArguments& arguments, const at::Tensor& out, const at::Tensor& logsumexp) {
+}  // namespace
+
+void check_target_attention_backward(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_logsumexp,
+                                     const AttentionArguments& arguments, const at::Tensor& out,
+                                     const at::Tensor& logsumexp) {
   check_target_attention(kBackward, arguments);
   const auto sizes = arguments.q.sym_sizes();
   check_like(grad_out, "grad_out", arguments.q, sizes);
@@ -39,13 +42,15 @@ void check_backward(const at::Tensor& grad_out, const std::optional<at::Tensor>&
   if (grad_logsumexp.has_value()) check_like(*grad_logsumexp, "grad_logsumexp", arguments.q, sizes.slice(0, 3));
 }
 
+namespace {
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> target_attention_backward_cpu(
     const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_logsumexp, const at::Tensor& q,
     const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& logsumexp,
     const at::Tensor& candidate_to_user, const std::optional<at::Tensor>& kv_lengths,
     const std::optional<at::Tensor>& kv_offsets, std::optional<double> given_scale) {
   const AttentionArguments arguments{q, k, v, candidate_to_user, kv_lengths, kv_offsets, given_scale};
-  check_backward(grad_out, grad_logsumexp, arguments, out, logsumexp);
+  check_target_attention_backward(grad_out, grad_logsumexp, arguments, out, logsumexp);
   const HistoryRows history = history_rows(kBackward, arguments);
   const auto sums = sum_type(q.scalar_type());
   const auto wide = q.options().dtype(sums).memory_format(at::MemoryFormat::Contiguous);
@@ -104,7 +109,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> target_attention_backward_meta(
     const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& logsumexp,
     const at::Tensor& candidate_to_user, const std::optional<at::Tensor>& kv_lengths,
     const std::optional<at::Tensor>& kv_offsets, std::optional<double> scale) {
-  check_backward(grad_out, grad_logsumexp, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, out, logsumexp);
+  check_target_attention_backward(grad_out, grad_logsumexp, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale},
+                                  out, logsumexp);
   return {at::empty_symint(q.sym_sizes(), q.options()), at::empty_symint(k.sym_sizes(), k.options()),
           at::empty_symint(v.sym_sizes(), v.options())};
 }

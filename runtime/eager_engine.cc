@@ -12,6 +12,7 @@
 
 #include "graph/error.h"
 #include "runtime/allocations.h"
+#include "runtime/device.h"
 #include "runtime/engine.h"
 #include "runtime/input_checks.h"
 #include "runtime/plan.h"
@@ -26,16 +27,6 @@ using Slots = std::vector<IValue>;
 
 std::string first_line(const std::string& text) {
   return text.substr(0, text.find('\n'));
-}
-
-c10::Device parse_device(const std::string& name) {
-  try {
-    c10::Device device(name);
-    if (!device.is_cpu() && !device.has_index()) device.set_index(0);
-    return device;
-  } catch (const c10::Error&) {
-    fail("device '{}' is not known: expected \"cpu\" or \"cuda\"", name);
-  }
 }
 
 /// Operators whose result type comes from the default type (a mean of integers, a fresh tensor without a type) give
@@ -133,7 +124,7 @@ void collect_storages(const IValue& value, std::vector<const c10::StorageImpl*>&
 class EagerEngine final : public Engine {
  public:
   EagerEngine(const graph::Archive& archive, const EngineOptions& options)
-      : device_(parse_device(options.device)),
+      : device_(open_device(options.device)),
         float64_(options.float64),
         plan_(make_plan(archive, {device_, float64_})),
         checks_(archive.program, device_, float64_),
@@ -269,6 +260,7 @@ class EagerEngine final : public Engine {
     allocations.reset();
     const auto start = std::chrono::steady_clock::now();
     call(step, stack);
+    synchronize(device_);
     const std::chrono::duration<double, std::micro> elapsed = std::chrono::steady_clock::now() - start;
     NodeCost cost{step.node, step.target, elapsed.count(), allocations.bytes(), 0, allocations.peak()};
     std::vector<const c10::StorageImpl*> made;

@@ -13,7 +13,7 @@
 namespace ikbo::runtime {
 
 struct EngineOptions {
-  std::string device = "cpu";
+  std::string device = "cpu";  // as open_device takes it
   /// Weights, floating-point inputs and every floating type named in the graph become float64: the reference that
   /// `verify` compares with.
   bool float64 = false;

@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "graph/error.h"
+#include "runtime/device.h"
 
 namespace ikbo::runtime {
 namespace {
@@ -53,7 +54,7 @@ Model::Model(const graph::Archive& archive, const EngineOptions& options)
       layout_(archive.program, specification_),
       ids_(find_id_ranges(archive.program)),
       outputs_(output_metas(archive.program)),
-      device_(options.device),
+      device_(open_device(options.device)),
       engine_(make_eager_engine(archive, options)) {}
 
 void Model::check_ids(std::span<const Request> requests) const {
@@ -91,9 +92,7 @@ Batch Model::prepare(std::span<const Request> requests) const {
 std::vector<Scores> Model::score(std::span<const Request> requests) const {
   Batch batch = prepare(requests);
   if (batch.users > 0) {
-    if (device_ != "cpu") {
-      for (at::Tensor& input : batch.inputs) input = input.to(c10::Device(device_));
-    }
+    for (at::Tensor& input : batch.inputs) input = input.to(device_);
     std::vector<at::Tensor> outputs = engine_->run(batch.inputs);
     for (at::Tensor& output : outputs) output = output.cpu();
     return split_scores(batch, outputs);

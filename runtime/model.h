@@ -48,7 +48,7 @@ class Model {
   RequestLayout layout_;
   std::vector<IdRange> ids_;
   std::vector<graph::TensorMeta> outputs_;
-  std::string device_;
+  c10::Device device_;
   std::unique_ptr<Engine> engine_;
 };
 

@@ -15,6 +15,7 @@
 
 #include "graph/error.h"
 #include "graph/specification.h"
+#include "runtime/device.h"
 #include "runtime/model.h"
 #include "runtime/random_inputs.h"
 
@@ -92,10 +93,12 @@ class Verifier {
   Verifier(const graph::Archive& original, const graph::Archive& transformed, const VerifyOptions& options)
       : original_archive_(original),
         options_(options),
+        device_(open_device(options.device)),
         specification_(specification_of(transformed)),
         random_(transformed, specification_, options.seed),
         names_(output_names(original.program)) {
     EngineOptions engine;
+    engine.device = options.device;
     engine.threads = options.threads;
     original_ = make_eager_engine(original, engine);
     transformed_ = make_eager_engine(transformed, engine);
@@ -165,14 +168,22 @@ class Verifier {
     return inputs;
   }
 
+  // Inputs are made, and outputs compared, on the CPU.
+  Tensors run(const Engine& engine, Tensors inputs) const {
+    for (at::Tensor& input : inputs) input = input.to(device_);
+    Tensors outputs = engine.run(inputs);
+    for (at::Tensor& output : outputs) output = output.cpu();
+    return outputs;
+  }
+
   Tensors original_inputs(const Tensors& inputs) const {
     return broadcast_inputs(original_archive_.program, specification_, random_.layout(), inputs);
   }
 
   // A model whose score ignores the user passes any comparison; so both sides must move it first.
   void check_alive(const Case& main) {
-    const Tensors base = original_->run(original_inputs(main.inputs));
-    const Tensors again = original_->run(original_inputs(main.inputs));
+    const Tensors base = run(*original_, original_inputs(main.inputs));
+    const Tensors again = run(*original_, original_inputs(main.inputs));
     for (std::size_t o = 0; o < base.size(); ++o) {
       if (largest_difference(base[o], again[o]) > 1e-6 * largest_value(base[o])) {
         fail(
@@ -195,7 +206,7 @@ class Verifier {
           // Open sizes of a request file may differ from drawn ones: reversed rows move the score as well.
           inputs[i] = other[i].sizes() == inputs[i].sizes() ? other[i] : inputs[i].flip({0});
         }
-        const Tensors outputs = original_->run(original_inputs(inputs));
+        const Tensors outputs = run(*original_, original_inputs(inputs));
         for (std::size_t o = 0; o < base.size(); ++o) moved = moved || largest_difference(base[o], outputs[o]) > 0;
       }
       (user ? result_.user_inputs_move_scores : result_.candidate_inputs_move_scores) = moved;
@@ -205,7 +216,7 @@ class Verifier {
   Tensors reference_outputs(const Tensors& inputs) {
     if (!reference_) return {};
     try {
-      return reference_->run(inputs);
+      return run(*reference_, inputs);
     } catch (const std::exception& error) {
       result_.float64 = false;
       result_.why_not_float64 = error.what();
@@ -218,13 +229,13 @@ class Verifier {
     const Tensors broadcast = original_inputs(c.inputs);
     Tensors original;
     try {
-      original = original_->run(broadcast);
+      original = run(*original_, broadcast);
     } catch (const std::exception& error) {
       if (measured.empty()) throw;
       result_.skipped.push_back(fmt::format("{} users, {} candidates: {}", c.users, c.candidates, error.what()));
       return;
     }
-    const Tensors transformed = transformed_->run(c.inputs);
+    const Tensors transformed = run(*transformed_, c.inputs);
     const Tensors reference = reference_outputs(broadcast);
     if (original.size() != transformed.size()) {
       fail("the original has {} outputs, the transformed archive {}", original.size(), transformed.size());
@@ -285,6 +296,7 @@ class Verifier {
 
   const graph::Archive& original_archive_;
   const VerifyOptions& options_;
+  c10::Device device_;
   graph::Specification specification_;
   RandomInputs random_;
   std::vector<std::string> names_;

@@ -15,6 +15,7 @@ struct VerifyOptions {
   std::uint64_t seed = 0;
   std::int64_t users = 5;        // of the main checks; small ones are added
   std::int64_t candidates = 64;  // likewise
+  std::string device = "cpu";    // that all three run on, as open_device takes it
   bool allow_dead = false;       // a model whose scores do not move is no failure
   int threads = 0;
   std::vector<Request> requests;  // inputs from a file instead of random ones

@@ -27,6 +27,7 @@ __version__ = "0.1.0"
 
 _TORCH_VERSION = "2.11"
 _LIBRARY = "libikbo_ops.so"
+_CUDA_LIBRARY = "libikbo_ops_cuda.so"
 
 
 def _find_library() -> Path:
@@ -62,6 +63,10 @@ def _load() -> Path:
     path = _find_library()
     try:
         torch.ops.load_library(path)
+        # Built where CUDA's compiler was asked for; PyTorch's build for the CPU alone has nothing it could run on.
+        cuda = path.with_name(_CUDA_LIBRARY)
+        if torch.version.cuda is not None and cuda.is_file():
+            torch.ops.load_library(cuda)
     except (OSError, RuntimeError) as error:
         raise ImportError(f"ikbo: {path} could not be loaded: {error}") from error
     return path

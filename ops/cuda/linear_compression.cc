@@ -1,0 +1,131 @@
+// ikbo::linear_compression on CUDA: fp16 and bf16 through Hopper's matrix unit in one launch, the rest and what its
+// copy engine cannot address through the general product.
+#include "ops/linear_compression.h"
+
+#include <ATen/ops/empty.h>
+
+#include <vector>
+
+#include "kernels/linear_compression.h"
+#include "kernels/matrix_product.h"
+#include "ops/cuda/call.h"
+#include "ops/linear.h"
+
+namespace ikbo::cuda {
+namespace {
+
+constexpr const char* kCompression = "ikbo::linear_compression";
+
+bool regular(const at::Tensor& w, const at::Tensor& e) {
+  const auto plain = [](const at::Tensor& tensor, int64_t dim, int64_t least) {
+    return tensor.size(dim) <= 1 || tensor.stride(dim) >= least;
+  };
+  return (w.size(1) <= 1 || w.stride(1) == 1) && plain(w, 0, w.size(1)) && (e.size(2) <= 1 || e.stride(2) == 1) &&
+         plain(e, 1, e.size(2)) && plain(e, 0, 1);
+}
+
+bool fits_hopper_kernel(const CompressionTensors& tensors) {
+  const auto type = tensors.e_cand.scalar_type();
+  if (type != at::kBFloat16 && type != at::kHalf) return false;
+  if (tensors.w_bcast.size() > kernels::kMaxBroadcastTerms) return false;
+  for (size_t t = 0; t < tensors.w_bcast.size(); ++t) {
+    if (!regular(tensors.w_bcast[t], tensors.e_bcast[t])) return false;
+  }
+  return regular(tensors.w_cand, tensors.e_cand);
+}
+
+kernels::LinearCompressionTerm term_of(const at::Tensor& w, const at::Tensor& e, const int32_t* index) {
+  // The stride of a dimension of one element may be anything.
+  const auto stride = [](const at::Tensor& tensor, int64_t dim, int64_t dense) {
+    return tensor.size(dim) <= 1 ? dense : tensor.stride(dim);
+  };
+  const int64_t e_row_stride = stride(e, 1, e.size(2));
+  return {.w = w.const_data_ptr(),
+          .w_row_stride = stride(w, 0, w.size(1)),
+          .e = e.const_data_ptr(),
+          .e_batch_stride = stride(e, 0, e.size(1) * e_row_stride),
+          .e_row_stride = e_row_stride,
+          .rows = e.size(0),
+          .k = e.size(1),
+          .index = index};
+}
+
+void compress_on_hopper(const CompressionTensors& tensors, at::TensorList index, const at::Tensor& out,
+                        cudaStream_t stream) {
+  kernels::LinearCompressionProblem problem{.batch = out.size(0),
+                                            .m = out.size(1),
+                                            .n = out.size(2),
+                                            .type = scalar_type_of(tensors.e_cand.scalar_type()),
+                                            .out_type = scalar_type_of(out.scalar_type()),
+                                            .candidate = term_of(tensors.w_cand, tensors.e_cand, nullptr),
+                                            .broadcast = {},
+                                            .out = out.mutable_data_ptr()};
+  for (size_t t = 0; t < index.size(); ++t) {
+    problem.broadcast.push_back(term_of(tensors.w_bcast[t], tensors.e_bcast[t], index[t].const_data_ptr<int32_t>()));
+  }
+  const kernels::LinearCompressionConfig config = kernels::choose_linear_compression_config(problem);
+  const auto bytes = static_cast<int64_t>(kernels::linear_compression_workspace_bytes(problem, config));
+  const at::Tensor workspace = at::empty({bytes}, out.options().dtype(at::kByte));
+  kernels::linear_compression(problem, config, workspace.mutable_data_ptr(), static_cast<size_t>(bytes),
+                              kernels::LinearCompressionStage::kFusedWs, stream);
+}
+
+// W E[z] into `out`, (rows of e, M, N).
+kernels::MatrixProduct product(const at::Tensor& w, const at::Tensor& e, const at::Tensor& out) {
+  return {.type = scalar_type_of(e.scalar_type()),
+          .out_type = scalar_type_of(out.scalar_type()),
+          .batch = e.size(0),
+          .m = w.size(0),
+          .n = e.size(2),
+          .k = w.size(1),
+          .a = w.const_data_ptr(),
+          .a_row_stride = w.stride(0),
+          .a_column_stride = w.stride(1),
+          .b = e.const_data_ptr(),
+          .b_batch_stride = e.stride(0),
+          .b_row_stride = e.stride(1),
+          .b_column_stride = e.stride(2),
+          .out = out.mutable_data_ptr()};
+}
+
+void compress_generally(const CompressionTensors& tensors, at::TensorList index, const at::Tensor& out,
+                        cudaStream_t stream) {
+  kernels::MatrixProduct job = product(tensors.w_cand, tensors.e_cand, out);
+  std::vector<at::Tensor> kept;
+  for (size_t t = 0; t < index.size(); ++t) {
+    const at::Tensor& e = tensors.e_bcast[t];
+    const at::Tensor sums =
+        at::empty({e.size(0), out.size(1), out.size(2)}, out.options().dtype(sum_type(e.scalar_type())));
+    kernels::matrix_product(product(tensors.w_bcast[t], e, sums), stream);
+    job.terms.push_back({sums.const_data_ptr(), sums.size(0), index[t].const_data_ptr<int32_t>()});
+    kept.push_back(sums);
+  }
+  kernels::matrix_product(job, stream);
+}
+
+at::Tensor linear_compression_cuda(const at::Tensor& w_cand, const at::Tensor& e_cand, at::TensorList w_bcast,
+                                   at::TensorList e_bcast, at::TensorList index,
+                                   std::optional<at::ScalarType> out_dtype) {
+  const CompressionTensors tensors{w_cand, e_cand, w_bcast, e_bcast, index};
+  check_linear_compression(kCompression, tensors);
+  const at::ScalarType type = linear_compression_type(e_cand, out_dtype);
+  const Call call(kCompression, e_cand);
+  at::Tensor out = at::empty({e_cand.size(0), w_cand.size(0), e_cand.size(2)}, e_cand.options().dtype(type));
+  if (out.numel() == 0) return out;
+  std::vector<at::Tensor> dense_index;
+  for (const at::Tensor& one : index) dense_index.push_back(one.contiguous());
+  if (fits_hopper_kernel(tensors)) {
+    compress_on_hopper(tensors, dense_index, out, call.stream());
+  } else {
+    compress_generally(tensors, dense_index, out, call.stream());
+  }
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(ikbo, CUDA, m) {
+  m.impl("linear_compression", linear_compression_cuda);
+}
+
+}  // namespace ikbo::cuda
