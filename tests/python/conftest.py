@@ -14,6 +14,10 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "python"))
 
+# The device that the operators' tests run on: their tensors are made there.
+DEVICE = os.environ.get("IKBO_TEST_DEVICE", "cpu")
+cpu_only = pytest.mark.skipif(DEVICE != "cpu", reason="on the CPU only")
+
 ACTIVATIONS = {
     "none": lambda z: z,
     "relu": torch.relu,
@@ -40,6 +44,15 @@ def _seed():
     if "IKBO_TEST_SEED" not in os.environ:
         os.environ["IKBO_TEST_SEED"] = str(random.SystemRandom().randrange(2**31))
     return int(os.environ["IKBO_TEST_SEED"])
+
+
+@pytest.fixture(autouse=True)
+def _test_device():
+    if DEVICE != "cpu":
+        torch.set_default_device(DEVICE)
+    yield
+    if DEVICE != "cpu":
+        torch.set_default_device(None)
 
 
 @pytest.fixture(autouse=True)

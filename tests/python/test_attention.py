@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ikbo
+from conftest import cpu_only
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 TOLERANCE = {torch.float64: 1e-14, torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -405,6 +406,7 @@ ERRORS = [
 ]  # fmt: skip
 
 
+@cpu_only
 @pytest.mark.parametrize("error,message,changes", ERRORS, ids=[e[1] for e in ERRORS])
 @pytest.mark.parametrize("grad", [False, True])
 def test_errors(error, message, changes, grad):
@@ -424,8 +426,7 @@ def test_functorch_transforms_are_refused():
     case = make_case(4, 2, 2, 3)
     with pytest.raises(NotImplementedError, match="ikbo::target_attention does not support torch.func transforms"):
         torch.func.grad(lambda q: torch.ops.ikbo.target_attention(q, *case.args[1:]).sum())(case.q)
-
-
+@cpu_only
 def test_peak_memory_holds_no_replicated_history():
     """2,000 candidates of one user with a long history: replicated, keys and values would take 1 GB."""
     case = make_case(2000, 1, 1, 2000, (1, 1), 32, dtype=torch.float32, lengths="none")

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 import ikbo
+from conftest import cpu_only
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
 # As for ikbo::linear: outputs are of order 1, sums are kept in a wider type and rounded once.
@@ -291,6 +292,7 @@ ERRORS = [
 ]
 
 
+@cpu_only
 @pytest.mark.parametrize("error,message,changes", ERRORS, ids=[e[1] for e in ERRORS])
 @pytest.mark.parametrize("grad", [False, True])
 def test_errors(error, message, changes, grad):
@@ -308,8 +310,7 @@ def test_functorch_transforms_are_refused():
     case = make_case(4, 2, 3, 2)
     with pytest.raises(NotImplementedError, match="ikbo::linear_compression does not support torch.func transforms"):
         torch.func.grad(lambda w: torch.ops.ikbo.linear_compression(w, *case.args[1:]).sum())(case.w_cand)
-
-
+@cpu_only
 def test_peak_memory_holds_no_replicated_tensor():
     """4,000 candidates of one user with 30 times as many user rows: replicated, these alone would take 480 MB."""
     case = make_case(4000, 2, 4, 32, (1,), (960,), dtype=torch.float32)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import ikbo
+from conftest import cpu_only
 
 ACTIVATIONS = ["none", "relu", "sigmoid", "tanh", "silu", "gelu"]
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -214,6 +215,7 @@ def test_a_candidate_has_the_same_bits_in_any_batch(linear_case, threads, dtype,
     assert torch.equal(alone.run(), whole[own])
 
 
+@cpu_only
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bits_do_not_depend_on_the_number_of_threads(linear_case, dtype):
     case = linear_case(3000, 40, 70, (200,), (60,), dtype=dtype, activation="silu")
