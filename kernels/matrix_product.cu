@@ -10,7 +10,8 @@
 namespace ikbo::kernels {
 namespace {
 
-constexpr int kTile = 64;  // rows and columns of the result that a block computes
+constexpr int kTile = 64;  // rows and columns of the result that a block computes, unless it says otherwise
+constexpr int kLargeTile = 128;
 
 struct Params {
   int64_t batch, m, n, k;
@@ -53,10 +54,10 @@ struct Tile {
 };
 
 // The tiles of one block of columns follow each other, so that what is shared stays in the caches.
-__device__ Tile tile_of(const Params& p, int64_t number) {
+__device__ Tile tile_of(const Params& p, int64_t number, int size) {
   const int64_t row_tile = number % p.row_tiles;
   const int64_t column_tile = number / p.row_tiles % p.column_tiles;
-  return {number / p.row_tiles / p.column_tiles, row_tile * kTile, column_tile * kTile};
+  return {number / p.row_tiles / p.column_tiles, row_tile * size, column_tile * size};
 }
 
 template <typename T>
@@ -83,84 +84,122 @@ __device__ void finish(const Params& p, const Tile& tile, int64_t row, int64_t c
   }
 }
 
-// ---- fp32 and fp64: fused multiply-adds, 4 x 4 results a thread.
+// ---- fp32 and fp64: fused multiply-adds, a square of results a thread.
 
 constexpr int kPlainThreads = 256;
-constexpr int kPlainDepth = 16;  // of k a step
-constexpr int kSide = 4;
+constexpr int kPlainDepth = 8;  // of k a step
+constexpr int kSquare = 4;      // results that lie side by side; a thread has one or four such squares
+constexpr int kFoldSteps =
+    32;  // a chain of sums in fp32 is folded this often: its rounding error grows with its length
+constexpr int kThreadsOfSide = 16;
 
 template <typename T>
-struct PlainStep {
-  T a[kPlainDepth][kTile + 1];
-  T b[kPlainDepth][kTile + 1];
+struct alignas(16) Four {
+  T value[kSquare];
 };
 
-// Reads a (kTile, kPlainDepth) block into registers, consecutive threads along the dimension that is contiguous.
-template <typename T>
+template <typename T, int kSquares>
+struct PlainStep {
+  static constexpr int kSize = kThreadsOfSide * kSquare * kSquares;  // of the tile's side
+  alignas(16) T a[kPlainDepth][kSize + kSquare];
+  alignas(16) T b[kPlainDepth][kSize + kSquare];
+};
+
+// Reads a (kSize, kPlainDepth) block into registers, consecutive threads along the dimension that is contiguous.
+template <typename T, int kSize, int kHeld>
 __device__ void read_block(const T* from, int64_t outer, int64_t outer_size, int64_t outer_stride, int64_t k,
-                           int64_t k_size, int64_t k_stride, T (&held)[kSide]) {
+                           int64_t k_size, int64_t k_stride, T (&held)[kHeld]) {
   const bool along_k = k_stride == 1;
 #pragma unroll
-  for (int i = 0; i < kSide; ++i) {
+  for (int i = 0; i < kHeld; ++i) {
     const int at = static_cast<int>(threadIdx.x) + i * kPlainThreads;
-    const int64_t o = outer + (along_k ? at / kPlainDepth : at % kTile);
-    const int64_t d = k + (along_k ? at % kPlainDepth : at / kTile);
+    const int64_t o = outer + (along_k ? at / kPlainDepth : at % kSize);
+    const int64_t d = k + (along_k ? at % kPlainDepth : at / kSize);
     held[i] = o < outer_size && d < k_size ? from[o * outer_stride + d * k_stride] : T{0};
   }
 }
 
-template <typename T>
-__device__ void write_block(T (&to)[kPlainDepth][kTile + 1], bool along_k, const T (&held)[kSide]) {
+template <typename T, int kSize, int kHeld, int kStride>
+__device__ void write_block(T (&to)[kPlainDepth][kStride], bool along_k, const T (&held)[kHeld]) {
 #pragma unroll
-  for (int i = 0; i < kSide; ++i) {
+  for (int i = 0; i < kHeld; ++i) {
     const int at = static_cast<int>(threadIdx.x) + i * kPlainThreads;
-    to[along_k ? at % kPlainDepth : at / kTile][along_k ? at / kPlainDepth : at % kTile] = held[i];
+    to[along_k ? at % kPlainDepth : at / kSize][along_k ? at / kPlainDepth : at % kSize] = held[i];
   }
 }
 
-template <typename T>
+// Tiles of 64 x 64 (one square a thread) or 128 x 128 (2 x 2 squares): the same chain of sums in both.
+template <typename T, int kSquares>
 __global__ __launch_bounds__(kPlainThreads) void plain_product_kernel(const __grid_constant__ Params p, int64_t tiles) {
-  __shared__ PlainStep<T> step;
-  const int own_row = static_cast<int>(threadIdx.x) / (kTile / kSide);
-  const int own_column = static_cast<int>(threadIdx.x) % (kTile / kSide);
+  using Step = PlainStep<T, kSquares>;
+  constexpr int kSize = Step::kSize;
+  constexpr int kHeld = kSize * kPlainDepth / kPlainThreads;
+  constexpr int kSide = kSquare * kSquares;
+  constexpr bool kFolds = sizeof(T) == 4;
+  __shared__ Step step;
+  const int own_row = static_cast<int>(threadIdx.x) / kThreadsOfSide * kSquare;
+  const int own_column = static_cast<int>(threadIdx.x) % kThreadsOfSide * kSquare;
+  // Result i of a thread's side.
+  const auto offset = [](int i) { return i / kSquare * kThreadsOfSide * kSquare + i % kSquare; };
   for (int64_t number = blockIdx.x; number < tiles; number += gridDim.x) {
-    const Tile tile = tile_of(p, number);
+    const Tile tile = tile_of(p, number, kSize);
     const T* const a = static_cast<const T*>(p.a);
     const T* const b = static_cast<const T*>(p.b) + tile.z * p.b_batch_stride;
     T sum[kSide][kSide] = {};
-    T held_a[kSide], held_b[kSide];
+    T folded[kFolds ? kSide : 1][kFolds ? kSide : 1] = {};
+    T held_a[kHeld], held_b[kHeld];
     const auto read = [&](int64_t k) {
-      read_block(a, tile.row, p.m, p.a_row_stride, k, p.k, p.a_column_stride, held_a);
-      read_block(b, tile.column, p.n, p.b_column_stride, k, p.k, p.b_row_stride, held_b);
+      read_block<T, kSize>(a, tile.row, p.m, p.a_row_stride, k, p.k, p.a_column_stride, held_a);
+      read_block<T, kSize>(b, tile.column, p.n, p.b_column_stride, k, p.k, p.b_row_stride, held_b);
+    };
+    const auto fold = [&] {
+      if constexpr (kFolds) {
+#pragma unroll
+        for (int i = 0; i < kSide; ++i) {
+#pragma unroll
+          for (int j = 0; j < kSide; ++j) {
+            folded[i][j] += sum[i][j];
+            sum[i][j] = 0;
+          }
+        }
+      }
     };
     read(0);
+    int until_fold = kFoldSteps;
     for (int64_t k = 0; k < p.k; k += kPlainDepth) {
-      write_block(step.a, p.a_column_stride == 1, held_a);
-      write_block(step.b, p.b_row_stride == 1, held_b);
+      write_block<T, kSize>(step.a, p.a_column_stride == 1, held_a);
+      write_block<T, kSize>(step.b, p.b_row_stride == 1, held_b);
       __syncthreads();
       if (k + kPlainDepth < p.k) read(k + kPlainDepth);
 #pragma unroll
       for (int d = 0; d < kPlainDepth; ++d) {
-        T x[kSide], y[kSide];
+        Four<T> x[kSquares], y[kSquares];
 #pragma unroll
-        for (int i = 0; i < kSide; ++i) {
-          x[i] = step.a[d][own_row + i * (kTile / kSide)];
-          y[i] = step.b[d][own_column + i * (kTile / kSide)];
+        for (int i = 0; i < kSquares; ++i) {
+          x[i] = *reinterpret_cast<const Four<T>*>(&step.a[d][own_row + offset(i * kSquare)]);
+          y[i] = *reinterpret_cast<const Four<T>*>(&step.b[d][own_column + offset(i * kSquare)]);
         }
 #pragma unroll
         for (int i = 0; i < kSide; ++i) {
 #pragma unroll
-          for (int j = 0; j < kSide; ++j) sum[i][j] = fma(x[i], y[j], sum[i][j]);
+          for (int j = 0; j < kSide; ++j) {
+            sum[i][j] = fma(x[i / kSquare].value[i % kSquare], y[j / kSquare].value[j % kSquare], sum[i][j]);
+          }
         }
+      }
+      if (--until_fold == 0) {
+        fold();
+        until_fold = kFoldSteps;
       }
       __syncthreads();
     }
+    fold();
 #pragma unroll
     for (int i = 0; i < kSide; ++i) {
 #pragma unroll
       for (int j = 0; j < kSide; ++j) {
-        finish<T>(p, tile, tile.row + own_row + i * (kTile / kSide), tile.column + own_column + j * (kTile / kSide),
-                  sum[i][j]);
+        finish<T>(p, tile, tile.row + own_row + offset(i), tile.column + own_column + offset(j),
+                  kFolds ? folded[kFolds ? i : 0][kFolds ? j : 0] : sum[i][j]);
       }
     }
   }
@@ -250,7 +289,7 @@ __global__ __launch_bounds__(kMatrixThreads) void matrix_product_kernel(const __
   const int warp_row = warp / 2 * (kFragments * kFragment);
   const int warp_column = warp % 2 * (kFragments * kFragment);
   for (int64_t number = blockIdx.x; number < tiles; number += gridDim.x) {
-    const Tile tile = tile_of(p, number);
+    const Tile tile = tile_of(p, number, kTile);
     const T* const a = static_cast<const T*>(p.a);
     const T* const b = static_cast<const T*>(p.b) + tile.z * p.b_batch_stride;
     wmma::fragment<wmma::accumulator, kFragment, kFragment, kFragment, float> sum[kFragments][kFragments];
@@ -314,6 +353,16 @@ bool by_vectors(const void* pointer, int64_t along_stride, int64_t across_stride
          batch_stride % kVector == 0;
 }
 
+int multiprocessors() {
+  int device = 0;
+  int count = 0;
+  if (cudaGetDevice(&device) != cudaSuccess ||
+      cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device) != cudaSuccess) {
+    throw std::runtime_error("matrix_product: the current device cannot be asked for its multiprocessors");
+  }
+  return count;
+}
+
 void require(bool condition, const std::string& what) {
   if (!condition) throw std::invalid_argument("matrix_product: " + what);
 }
@@ -348,10 +397,12 @@ void matrix_product(const MatrixProduct& product, cudaStream_t stream) {
   p.out_is_sum_type = product.out_type == sum_type && product.out_type != product.type;
   p.activation = product.activation;
   p.out = product.out;
-  p.row_tiles = (p.m + kTile - 1) / kTile;
-  p.column_tiles = (p.n + kTile - 1) / kTile;
-  const int64_t tiles = p.batch * p.row_tiles * p.column_tiles;
-  const auto blocks = static_cast<unsigned>(std::min<int64_t>(tiles, (int64_t{1} << 31) - 1));
+  const auto cut = [&](int size) {
+    p.row_tiles = (p.m + size - 1) / size;
+    p.column_tiles = (p.n + size - 1) / size;
+    return p.batch * p.row_tiles * p.column_tiles;
+  };
+  const auto grid = [](int64_t tiles) { return static_cast<unsigned>(std::min<int64_t>(tiles, INT32_MAX)); };
   // The second operand lies in shared memory the way it lies in memory.
   const bool b_along_k = product.b_row_stride == 1 && product.b_column_stride != 1;
   p.a_by_vectors = by_vectors(p.a, p.a_column_stride, p.a_row_stride, 0);
@@ -360,13 +411,18 @@ void matrix_product(const MatrixProduct& product, cudaStream_t stream) {
   with_scalar(product.type, [&](auto scalar) {
     using T = decltype(scalar);
     if constexpr (sizeof(T) == 2) {
-      if (b_along_k) {
-        matrix_product_kernel<T, true><<<blocks, kMatrixThreads, 0, stream>>>(p, tiles);
-      } else {
-        matrix_product_kernel<T, false><<<blocks, kMatrixThreads, 0, stream>>>(p, tiles);
-      }
+      const int64_t tiles = cut(kTile);
+      const auto kernel = b_along_k ? matrix_product_kernel<T, true> : matrix_product_kernel<T, false>;
+      kernel<<<grid(tiles), kMatrixThreads, 0, stream>>>(p, tiles);
     } else {
-      plain_product_kernel<T><<<blocks, kPlainThreads, 0, stream>>>(p, tiles);
+      // Large tiles read shared memory half as often, where there are enough of them for the whole chip.
+      int64_t tiles = cut(kLargeTile);
+      if (tiles >= multiprocessors()) {
+        plain_product_kernel<T, 2><<<grid(tiles), kPlainThreads, 0, stream>>>(p, tiles);
+      } else {
+        tiles = cut(kTile);
+        plain_product_kernel<T, 1><<<grid(tiles), kPlainThreads, 0, stream>>>(p, tiles);
+      }
     }
   });
   check_launch("matrix_product");

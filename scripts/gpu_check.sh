@@ -1,42 +1,87 @@
 #!/usr/bin/env bash
-# Builds the kernels on a machine with a Hopper GPU, checks them and, when asked, measures.
+# Builds everything on a machine with a Hopper GPU, checks it there and, when asked, measures. It needs PyTorch 2.11 (CUDA
+# 13.0) in python3 with pytest, CMake, ninja and nvcc, no network: what else is needed stands in the folder that
+# scripts/pack_gpu.sh packs.
 #
 # usage: scripts/gpu_check.sh [build] [test] [sanitize] [bench]     all but bench when none is named
-#   BUILD=...       the build folder (build/kernels)
-#   BLOCKS=...      tile heights to build, as a CMake list; all when empty
-#   GOOGLETEST=...  a folder with GoogleTest's sources, where it is not installed
-#   OUT=...         where bench writes its JSON (the build folder)
+#   PACK=...     the packed folder (.gpu); not needed where Debian's packages are installed
+#   BUILD=...    the build folder (build/gpu)
+#   BLOCKS=...   tile heights of linear compression to build, as a CMake list; all when empty
+#   OUT=...      where bench writes its JSON (the build folder); bench/results/h200 keeps what is committed
+#   SELECT=...   which Python tests run under the memory checker, as pytest's -k
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-build=${BUILD:-build/kernels}
-steps=${*:-build test sanitize}
+source scripts/lib.sh
 
-run_build() {
-  cmake -G Ninja -S kernels -B "$build" -DCMAKE_BUILD_TYPE=Release \
-    ${BLOCKS:+-DIKBO_LCE_BLOCKS="$BLOCKS"} ${GOOGLETEST:+-DIKBO_GOOGLETEST_DIR="$(realpath "$GOOGLETEST")"} >"$build.log" ||
-    { cat "$build.log"; return 1; }
-  cmake --build "$build" >>"$build.log" || { grep -E 'error|FAILED' -A5 "$build.log"; return 1; }
+pack=${PACK:-.gpu}
+build=${BUILD:-build/gpu}
+out=${OUT:-$build}
+steps=("$@")
+((${#steps[@]})) || steps=(build test sanitize)
+readonly OPERATOR_TESTS=(tests/python/test_ops_values.py tests/python/test_ops_gradients.py
+  tests/python/test_ops_compile.py tests/python/test_compression.py tests/python/test_attention.py
+  tests/python/test_cuda.py)
+
+use_packed() {
+  [[ ! -d $pack ]] && return
+  options+=(-DCMAKE_PREFIX_PATH="$(realpath "$pack")" -DIKBO_GOOGLETEST_DIR="$(realpath "$pack")/googletest")
 }
 
-run_test() {
-  "$build"/tests/linear_compression_config_test --gtest_brief=1
-  timeout -s KILL 60 "$build"/tests/linear_compression_gpu_test --gtest_brief=1
+build_step() {
+  local options=(-DCMAKE_BUILD_TYPE=Release -DIKBO_CUDA=ON -DIKBO_KERNELS_CHECKS=ON
+    -DPython3_EXECUTABLE="$(command -v python3)")
+  use_packed
+  [[ -z ${BLOCKS:-} ]] || options+=(-DIKBO_LCE_BLOCKS="$BLOCKS")
+  cmake -G Ninja -S . -B "$build" "${options[@]}" >"$build/configure.log" 2>&1 ||
+    { cat "$build/configure.log" >&2 && die "configuring failed, see above"; }
+  cmake --build "$build" >"$build/build.log" 2>&1 ||
+    { grep -E 'error|FAILED' -A 5 "$build/build.log" >&2; die "the build failed, see above"; }
+  note "built in $build"
 }
 
-run_sanitize() {
-  for tool in memcheck racecheck synccheck; do
-    echo "compute-sanitizer --tool $tool"
-    timeout -s KILL 300 compute-sanitizer --tool "$tool" --error-exitcode 1 \
-      "$build"/tests/linear_compression_gpu_test --gtest_brief=1 --gtest_filter='LinearCompressionSmall.*'
+# pytest on the GPU, with what was built here. xdist, where it is installed, keeps the GPU busy.
+gpu_pytest() {
+  IKBO_TEST_DEVICE=cuda IKBO=$PWD/$build/cli/ikbo IKBO_LIBRARY=$PWD/$build/ops/libikbo_ops.so \
+    python3 -m pytest -q -p no:cacheprovider "$@"
+}
+
+test_step() {
+  local test parallel=()
+  for test in "$build"/kernels/tests/*_test; do
+    note "$(basename "$test")"
+    timeout -s KILL 120 "$test" --gtest_brief=1
   done
+  python3 -c 'import xdist' 2>/dev/null && parallel=(-n 6)
+  gpu_pytest "${parallel[@]}" "${OPERATOR_TESTS[@]}"
 }
 
-run_bench() {
-  "$build"/bench/lce_bench --cases main --json "${OUT:-$build}/lce_main.json"
-  "$build"/bench/lce_bench --cases sweep --json "${OUT:-$build}/lce_sweep.json"
+sanitize_step() {
+  local tool
+  for tool in memcheck racecheck synccheck; do
+    note "compute-sanitizer --tool $tool on the kernels' small tests"
+    for test in "$build"/kernels/tests/*_gpu_test; do
+      timeout -s KILL 300 compute-sanitizer --tool "$tool" --error-exitcode 1 "$test" --gtest_brief=1 \
+        --gtest_filter='*Small*'
+    done
+  done
+  note "compute-sanitizer --tool memcheck on the operators"
+  # PyTorch's caching allocator would hide reads beyond a tensor inside a block that it keeps.
+  PYTORCH_NO_CUDA_MEMORY_CACHING=1 IKBO_TEST_DEVICE=cuda IKBO_LIBRARY=$PWD/$build/ops/libikbo_ops.so \
+    timeout -s KILL 580 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
+    python3 -m pytest -q -p no:cacheprovider -x -k "${SELECT:-wrong or agrees or any_strides or gradients}" \
+    tests/python/test_cuda.py tests/python/test_compression.py tests/python/test_attention.py \
+    tests/python/test_ops_values.py
+}
+
+bench_step() {
+  mkdir -p "$out"
+  "$build"/kernels/bench/lce_bench --cases main --json "$out/lce_main.json"
+  python3 bench/ranker_gpu.py --ikbo "$build/cli/ikbo" --library "$build/ops/libikbo_ops.so" --json "$out/ranker.json"
 }
 
 mkdir -p "$build"
-for step in $steps; do
-  "run_$step"
+for step in "${steps[@]}"; do
+  [[ $step =~ ^(build|test|sanitize|bench)$ ]] || die "unknown step '$step': build, test, sanitize, bench"
+  step "Step $step"
+  "${step}_step"
 done

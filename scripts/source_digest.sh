@@ -2,16 +2,22 @@
 # Prints the digest of the sources that a file of results depends on, so that an edit elsewhere makes no figure old.
 #
 # usage: scripts/source_digest.sh NAME
-#   NAME: lce (written by bench/lce_bench), lce_peers (by bench/lce_peers.py), model and ranker (by
-#   scripts/measure_cpu.sh)
+#   NAME: lce (written by bench/lce_bench), lce_peers (by bench/lce_peers.py), attention (by bench/attention_bench and
+#   bench/attention_peers.py), model and ranker (by scripts/measure_cpu.sh), ranker_gpu (by bench/ranker_gpu.py)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+lce=(kernels/linear_compression* kernels/hopper kernels/scalar*)
+skip=()
 case "${1:-}" in
-  lce) paths=(kernels bench/lce_bench.cpp bench/lce_contestants.* bench/lce_steps.* tests/gpu/lce_inputs.*) ;;
-  lce_peers) paths=(kernels bench/lce_peers.py bench/lce_c_api.cpp) ;;
+  lce) paths=("${lce[@]}" bench/lce_bench.cpp bench/lce_contestants.* bench/lce_steps.* tests/gpu/lce_inputs.*) ;;
+  lce_peers) paths=("${lce[@]}" bench/lce_peers.py bench/lce_c_api.cpp) ;;
+  attention) paths=(kernels/target_attention* kernels/hopper kernels/scalar* bench/attention_*) ;;
   model) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/movielens) ;;
   ranker) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/ranker.py) ;;
+  ranker_gpu) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt examples/ranker.py bench/ranker_gpu.py) ;;
   *) sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0" >&2; exit 2 ;;
 esac
-find "${paths[@]}" -type f ! -name '*.md' ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum |
+# Figures of the CPU do not depend on what runs on a GPU.
+[[ $1 != model && $1 != ranker ]] || skip=(-path ops/cuda -prune -o)
+find "${paths[@]}" "${skip[@]}" -type f ! -name '*.md' ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum |
   cut -c1-16

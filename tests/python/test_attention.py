@@ -334,7 +334,7 @@ class Attend(torch.nn.Module):
         self.project = torch.nn.Linear(4, 8)
 
     def forward(self, q, history, lengths, candidate_to_user):
-        k = self.project(history).unflatten(2, (2, 4))
+        k = self.project(history).view(*history.shape[:2], 2, 4)
         return ikbo.target_attention(q, k, k, candidate_to_user, kv_lengths=lengths).flatten(2)
 
 

@@ -248,13 +248,13 @@ class Ranker(torch.nn.Module):
 
 @pytest.fixture
 def archives(tmp_path):
-    with torch.device("cpu"):
-        torch.set_default_device(None)
-        model = Ranker().eval()
-        batch = torch.export.Dim("batch")
-        example = (torch.randint(50, (4, 6)), torch.randn(4, 4), torch.randint(50, (4,)))
-        program = torch.export.export(model, example, dynamic_shapes={n: {0: batch} for n in ("user_history", "user_dense", "item")})
-        torch.export.save(program.run_decompositions({}), tmp_path / "ranker.pt2")
+    torch.set_default_device(None)
+    model = Ranker().eval()
+    example = (torch.randint(50, (4, 6)), torch.randn(4, 4), torch.randint(50, (4,)))
+    batch = torch.export.Dim("batch")
+    dynamic = {name: {0: batch} for name in ("user_history", "user_dense", "item")}
+    program = torch.export.export(model, example, dynamic_shapes=dynamic)
+    torch.export.save(program.run_decompositions({}), tmp_path / "ranker.pt2")
     command("transform", tmp_path / "ranker.pt2", "--request-only", "user_*", "-o", tmp_path / "ranker.ikbo.pt2")
     return tmp_path
 
