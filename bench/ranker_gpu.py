@@ -121,7 +121,7 @@ def module_of(folder, mode):
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        return move_to_device_pass(torch.export.load(folder / f"{mode}.pt2"), "cuda").module()
+        return move_to_device_pass(torch.export.load(folder / f"{mode}.pt2"), "cuda:0").module()
 
 
 def drawn(config, dtype, seed):

@@ -40,9 +40,9 @@ struct MatrixProduct {
   int64_t b_batch_stride = 0;
   int64_t b_row_stride = 0;
   int64_t b_column_stride = 1;
-  const void* bias = nullptr;       // (n), contiguous, or null
+  const void* bias = nullptr;            // (n), contiguous, or null
   std::vector<LookedUpSums> terms = {};  // at most kMaxLookedUpSums
-  bool index_by_row = false;        // whether candidates are the rows i rather than the batch z
+  bool index_by_row = false;             // whether candidates are the rows i rather than the batch z
   Activation activation = Activation::kNone;
   void* out = nullptr;  // (batch, m, n), contiguous
 };

@@ -7,7 +7,8 @@
 #   PACK=...     the packed folder (.gpu); not needed where Debian's packages are installed
 #   BUILD=...    the build folder (build/gpu)
 #   BLOCKS=...   tile heights of linear compression to build, as a CMake list; all when empty
-#   OUT=...      where bench writes its JSON (the build folder); bench/results/h200 keeps what is committed
+#   OUT=...      where JSON is written (the build folder); bench/results/h200 keeps what is committed: checks.json, what
+#                passed on which machine; and what bench measured
 #   SELECT=...   which Python tests run under the memory checker, as pytest's -k
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -41,18 +42,20 @@ build_step() {
 
 # pytest on the GPU, with what was built here. xdist, where it is installed, keeps the GPU busy.
 gpu_pytest() {
+  local name=$1
+  shift
   IKBO_TEST_DEVICE=cuda IKBO=$PWD/$build/cli/ikbo IKBO_LIBRARY=$PWD/$build/ops/libikbo_ops.so \
-    python3 -m pytest -q -p no:cacheprovider "$@"
+    python3 -m pytest -q -p no:cacheprovider --junitxml="$build/reports/$name.xml" "$@"
 }
 
 test_step() {
   local test parallel=()
   for test in "$build"/kernels/tests/*_test; do
     note "$(basename "$test")"
-    timeout -s KILL 120 "$test" --gtest_brief=1
+    timeout -s KILL 120 "$test" --gtest_brief=1 --gtest_output="xml:$build/reports/$(basename "$test").xml"
   done
   python3 -c 'import xdist' 2>/dev/null && parallel=(-n 6)
-  gpu_pytest "${parallel[@]}" "${OPERATOR_TESTS[@]}"
+  gpu_pytest operators "${parallel[@]}" "${OPERATOR_TESTS[@]}"
 }
 
 sanitize_step() {
@@ -61,7 +64,7 @@ sanitize_step() {
     note "compute-sanitizer --tool $tool on the kernels' small tests"
     for test in "$build"/kernels/tests/*_gpu_test; do
       timeout -s KILL 300 compute-sanitizer --tool "$tool" --error-exitcode 1 "$test" --gtest_brief=1 \
-        --gtest_filter='*Small*'
+        --gtest_filter='*Small*' --gtest_output="xml:$build/reports/$tool-$(basename "$test").xml"
     done
   done
   note "compute-sanitizer --tool memcheck on the operators"
@@ -69,17 +72,18 @@ sanitize_step() {
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 IKBO_TEST_DEVICE=cuda IKBO_LIBRARY=$PWD/$build/ops/libikbo_ops.so \
     timeout -s KILL 580 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
     python3 -m pytest -q -p no:cacheprovider -x -k "${SELECT:-wrong or agrees or any_strides or gradients}" \
+    --junitxml="$build/reports/memcheck-operators.xml" \
     tests/python/test_cuda.py tests/python/test_compression.py tests/python/test_attention.py \
     tests/python/test_ops_values.py
 }
 
 bench_step() {
-  mkdir -p "$out"
   "$build"/kernels/bench/lce_bench --cases main --json "$out/lce_main.json"
   python3 bench/ranker_gpu.py --ikbo "$build/cli/ikbo" --library "$build/ops/libikbo_ops.so" --json "$out/ranker.json"
 }
 
-mkdir -p "$build"
+mkdir -p "$build/reports" "$out"
+trap 'python3 scripts/gpu_report.py "$build/reports" "$out/checks.json" "$(scripts/source_digest.sh checks)"' EXIT
 for step in "${steps[@]}"; do
   [[ $step =~ ^(build|test|sanitize|bench)$ ]] || die "unknown step '$step': build, test, sanitize, bench"
   step "Step $step"

@@ -1,9 +1,15 @@
 #!/usr/bin/env python3
-"""Writes wgmma_shapes.inc beside this file: one warpgroup matrix multiply for every N used, each with its operands
-spelt out, since inline assembly has no register arrays. usage: generate_wgmma.py N ..."""
+"""Writes the warpgroup matrix multiplies beside this file, one for every N used, each with its operands spelt out, since
+inline assembly has no register arrays. usage: generate_wgmma.py"""
 
 import pathlib
-import sys
+
+# Form: file, how it is named, sizes N, whether a is in registers, whether a and b are MN-major.
+FORMS = [
+    ("wgmma_shapes.inc", "Wgmma", (64, 96, 128, 144, 152, 160, 176), False, 1, 0),
+    ("wgmma_k_major.inc", "WgmmaKMajor", (64, 128, 176), False, 0, 0),
+    ("wgmma_registers.inc", "WgmmaRegisters", (64, 128, 256), True, 0, 1),
+]
 
 
 def wrapped(items, width):
@@ -17,42 +23,49 @@ def wrapped(items, width):
     return lines
 
 
-def shape(n):
+def shape(name, n, registers, a_mn_major, b_mn_major):
     count = n // 2
-    text = [f"#define IKBO_WGMMA_{n}(TYPE)"]
-    text += ["  asm volatile(", '      "{.reg .pred p; setp.ne.b32 p, %' + str(count + 2) + ', 0; "']
+    a_count = 4 if registers else 1
+    macro = f"IKBO_{name.upper()}_{n}"
+    text = [f"#define {macro}(TYPE)"]
+    text += ["  asm volatile(", '      "{.reg .pred p; setp.ne.b32 p, %' + str(count + a_count + 1) + ', 0; "']
     text += [f'      "wgmma.mma_async.sync.aligned.m64n{n}k16.f32." TYPE "." TYPE " {{"']
     lines = wrapped([f"%{i}" for i in range(count)], 100)
     text += [f'      "{line}{"" if i + 1 == len(lines) else " "}"' for i, line in enumerate(lines)]
-    text += [f'      "}}, %{count}, %{count + 1}, p, 1, 1, 1, 0;}}"']
+    if registers:
+        a = "{" + ", ".join(f"%{count + i}" for i in range(4)) + "}"
+        text += [f'      "}}, {a}, %{count + 4}, p, 1, 1, {b_mn_major};}}"']
+    else:
+        text += [f'      "}}, %{count}, %{count + 1}, p, 1, 1, {a_mn_major}, {b_mn_major};}}"']
     lines = wrapped([f'"+f"(d[{i}])' for i in range(count)], 108)
     text += [f'      {": " if i == 0 else "  "}{line}' for i, line in enumerate(lines)]
-    text += ['      : "l"(a), "l"(b), "r"(accumulate))']
+    inputs = ", ".join(f'"r"(a[{i}])' for i in range(4)) if registers else '"l"(a)'
+    text += [f'      : {inputs}, "l"(b), "r"(accumulate))']
+    a_type = "const uint32_t (&a)[4]" if registers else "uint64_t a"
     body = " \\\n".join(text)
     return (
         body
         + f"""
 template <typename T>
-struct Wgmma<T, {n}> {{
-  __device__ static void multiply(float (&d)[{count}], uint64_t a, uint64_t b, int accumulate) {{
+struct {name}<T, {n}> {{
+  __device__ static void multiply(float (&d)[{count}], {a_type}, uint64_t b, int accumulate) {{
     if constexpr (std::is_same_v<T, __half>) {{
-      IKBO_WGMMA_{n}("f16");
+      {macro}("f16");
     }} else {{
-      IKBO_WGMMA_{n}("bf16");
+      {macro}("bf16");
     }}
   }}
 }};
-#undef IKBO_WGMMA_{n}
+#undef {macro}
 """
     )
 
 
 def main():
-    sizes = [int(argument) for argument in sys.argv[1:]]
-    assert sizes and all(n % 8 == 0 and 8 <= n <= 256 for n in sizes), "usage: generate_wgmma.py N ..."
-    head = "// Written by generate_wgmma.py " + " ".join(sys.argv[1:]) + "; included by wgmma.h alone.\n// clang-format off\n"
-    path = pathlib.Path(__file__).with_name("wgmma_shapes.inc")
-    path.write_text(head + "\n".join(shape(n) for n in sizes))
+    for file, name, sizes, *form in FORMS:
+        head = "// Written by generate_wgmma.py; included by wgmma.h alone.\n// clang-format off\n"
+        path = pathlib.Path(__file__).with_name(file)
+        path.write_text(head + "\n".join(shape(name, n, *form) for n in sizes))
 
 
 main()

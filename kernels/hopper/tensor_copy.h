@@ -24,6 +24,15 @@ __device__ inline void tensor_load_3d(void* destination, const CUtensorMap* map,
       : "memory");
 }
 
+__device__ inline void tensor_load_4d(void* destination, const CUtensorMap* map, uint64_t* barrier, int x, int y, int z,
+                                      int w) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, %5, %6}], "
+      "[%2];" ::"r"(shared_address(destination)),
+      "l"(map), "r"(shared_address(barrier)), "r"(x), "r"(y), "r"(z), "r"(w)
+      : "memory");
+}
+
 __device__ inline void tensor_load_2d(void* destination, const CUtensorMap* map, uint64_t* barrier, int x, int y) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(

@@ -67,6 +67,22 @@ __device__ inline uint64_t swizzled_descriptor(uint32_t low) {
 template <typename T, int N>
 struct Wgmma;
 
+// The same with both operands K-major.
+template <typename T, int N>
+struct WgmmaKMajor;
+
+// The same with a in registers and b MN-major: a[0] and a[1] hold, of the thread's rows (lane / 4 and 8 below), columns
+// 2 (lane % 4) and the next, a[2] and a[3] those 8 further right: what a thread has of a result, once it is narrowed.
+template <typename T, int N>
+struct WgmmaRegisters;
+
+#include "kernels/hopper/wgmma_k_major.inc"
+#include "kernels/hopper/wgmma_registers.inc"
 #include "kernels/hopper/wgmma_shapes.inc"
+
+// An MN-major tile of more than 64 elements: panels of 64, `panel_bytes` apart.
+__device__ inline uint32_t panelled_descriptor_of(const void* tile, uint32_t panel_bytes) {
+  return descriptor_of(tile) | (panel_bytes >> 4) << 16;
+}
 
 }  // namespace ikbo::hopper

@@ -84,7 +84,13 @@ std::tuple<at::Tensor, at::Tensor> attention_cuda(const char* op, const Attentio
   Job job = job_of(op, arguments);
   job.problem.out = out.mutable_data_ptr();
   if (with_logsumexp) job.problem.logsumexp = logsumexp.mutable_data_ptr();
-  kernels::target_attention_generic(job.problem, call.stream());
+  if (kernels::target_attention_supported(job.problem)) {
+    const auto bytes = static_cast<int64_t>(kernels::target_attention_workspace_bytes(job.problem));
+    const at::Tensor workspace = at::empty({bytes}, q.options().dtype(at::kByte));
+    kernels::target_attention(job.problem, workspace.mutable_data_ptr(), static_cast<size_t>(bytes), call.stream());
+  } else {
+    kernels::target_attention_generic(job.problem, call.stream());
+  }
   return {out, logsumexp};
 }
 

@@ -1,0 +1,160 @@
+#include <algorithm>
+#include <limits>
+
+#include "kernels/hopper/tensor_map.h"
+#include "kernels/target_attention.h"
+#include "kernels/target_attention_kernel.cuh"
+#include "kernels/target_attention_setup.cuh"
+
+namespace ikbo::kernels {
+namespace {
+
+constexpr int64_t kAlignedElements = 8;  // 16 bytes, what the copy engine wants of addresses and strides
+constexpr size_t kSectionAlignment = 256;
+
+bool aligned(const void* pointer) {
+  return reinterpret_cast<uintptr_t>(pointer) % 16 == 0;
+}
+
+bool aligned_stride(int64_t stride, int64_t size) {
+  return size <= 1 || (stride > 0 && stride % kAlignedElements == 0);
+}
+
+void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess) {
+    throw std::runtime_error(std::string("target_attention: ") + what + ": " + cudaGetErrorString(error));
+  }
+}
+
+int64_t rows_of_candidate(const TargetAttentionProblem& p) {
+  return p.seeds * (p.q_heads / p.kv_heads);
+}
+
+int64_t most_tiles(const TargetAttentionProblem& p) {
+  const int64_t users = std::min(p.candidates, p.users + 1);
+  return (p.candidates * rows_of_candidate(p) / kTileRows + users) * p.kv_heads;
+}
+
+// Bytes needed; the sections of `workspace`, where one is given.
+size_t lay_out(const TargetAttentionProblem& p, void* base, AttentionWorkspace* workspace) {
+  size_t end = 0;
+  const auto reserve = [&](auto*& section, int64_t count) {
+    if (workspace != nullptr)
+      section = reinterpret_cast<std::remove_reference_t<decltype(section)>>(static_cast<char*>(base) + end);
+    const size_t bytes = static_cast<size_t>(count) * sizeof(*section);
+    end += (bytes + kSectionAlignment - 1) / kSectionAlignment * kSectionAlignment;
+  };
+  AttentionWorkspace unused{};
+  AttentionWorkspace& w = workspace != nullptr ? *workspace : unused;
+  reserve(w.header, 1);
+  reserve(w.count, p.users + 1);
+  reserve(w.begin, p.users + 1);
+  reserve(w.cursor, p.users + 1);
+  reserve(w.tile_begin, p.users + 1);
+  reserve(w.order, p.candidates);
+  reserve(w.tiles, most_tiles(p));
+  return end;
+}
+
+// Keys or values, in boxes of 64 elements of D by `keys` rows.
+CUtensorMap history_map(const TargetAttentionProblem& p, const void* pointer, int64_t user_stride, int64_t row_stride,
+                        int64_t head_stride, int keys) {
+  const bool packed = p.kv_offsets != nullptr;
+  const int64_t users = packed ? 1 : p.users;
+  // The stride of a dimension of one element may be anything, but must be legal.
+  const auto legal = [](int64_t stride, int64_t size) { return size <= 1 ? kAlignedElements : stride; };
+  return hopper::tensor_map_16_bit(
+      pointer, p.type == ScalarType::kFloat16, {p.head_dim, p.length, p.kv_heads, users},
+      {legal(row_stride, p.length), legal(head_stride, p.kv_heads), legal(user_stride, users)}, {kPanel, keys, 1, 1},
+      "target_attention");
+}
+
+template <typename T, int DIM, int KEYS>
+void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
+  const TargetAttentionProblem& p = params.problem;
+  if (p.length > 0 && p.users > 0) {
+    params.k = history_map(p, p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride, KEYS);
+    params.v = history_map(p, p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride, KEYS);
+  }
+  attention_setup_kernel<<<1, kSetupThreads, 0, stream>>>(params);
+  check(cudaGetLastError(), "cannot launch the set-up");
+  const auto kernel = attention_kernel<T, DIM, KEYS>;
+  constexpr size_t kBytes = sizeof(AttentionMemory<T, DIM, KEYS>) + 1024;  // and what aligns it
+  static_assert(kBytes <= 227 * 1024, "the memory of a CTA fits a multiprocessor");
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes)),
+        "cannot have the shared memory");
+  const auto ctas = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most_tiles(p)));
+  kernel<<<ctas, kAttentionThreads, kBytes, stream>>>(params);
+  check(cudaGetLastError(), "cannot launch");
+}
+
+template <typename T>
+void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
+  const int64_t dim = params.problem.head_dim;
+  if (dim <= 64) {
+    launch<T, 64, 128>(params, multiprocessors, stream);
+  } else if (dim <= 128) {
+    launch<T, 128, 128>(params, multiprocessors, stream);
+  } else {
+    launch<T, 256, 64>(params, multiprocessors, stream);
+  }
+}
+
+}  // namespace
+
+bool target_attention_supported(const TargetAttentionProblem& p) {
+  constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
+  const bool sixteen_bit = p.type == ScalarType::kFloat16 || p.type == ScalarType::kBFloat16;
+  const int64_t users = p.kv_offsets != nullptr ? 1 : p.users;
+  const auto history_fits = [&](const void* pointer, int64_t user, int64_t row, int64_t head) {
+    return aligned(pointer) && aligned_stride(user, users) && aligned_stride(row, p.length) &&
+           aligned_stride(head, p.kv_heads);
+  };
+  return sixteen_bit && p.scale > 0 && p.head_dim <= 256 && p.length <= kMost && p.users < kMost &&
+         p.candidates < kMost && p.candidates * rows_of_candidate(p) < kMost && most_tiles(p) < kMost && aligned(p.q) &&
+         aligned_stride(p.q_candidate_stride, p.candidates) && aligned_stride(p.q_seed_stride, p.seeds) &&
+         aligned_stride(p.q_head_stride, p.q_heads) &&
+         history_fits(p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride) &&
+         history_fits(p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride);
+}
+
+size_t target_attention_workspace_bytes(const TargetAttentionProblem& problem) {
+  check_target_attention(problem);
+  return lay_out(problem, nullptr, nullptr);
+}
+
+void target_attention(const TargetAttentionProblem& problem, void* workspace, size_t workspace_bytes,
+                      cudaStream_t stream) {
+  check_target_attention(problem);
+  if (!target_attention_supported(problem)) {
+    throw std::invalid_argument("target_attention: types, strides or sizes do not suit the tensor-core kernel");
+  }
+  if (problem.candidates == 0 || problem.seeds == 0 || problem.q_heads == 0) return;
+  AttentionParams params{};
+  const size_t needed = lay_out(problem, workspace, &params.workspace);
+  if (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % kSectionAlignment != 0) {
+    throw std::invalid_argument("target_attention: the workspace must be aligned to 256 bytes");
+  }
+  if (workspace_bytes < needed) {
+    throw std::invalid_argument("target_attention: the workspace has " + std::to_string(workspace_bytes) +
+                                " bytes, not the " + std::to_string(needed) + " needed");
+  }
+  constexpr double kLog2OfE = 1.4426950408889634;
+  params.problem = problem;
+  params.rows_of_candidate = rows_of_candidate(problem);
+  params.group = static_cast<int32_t>(problem.q_heads / problem.kv_heads);
+  params.rows_by_vectors = problem.head_dim % kAlignedElements == 0 && aligned(problem.out);
+  params.scale_log2 = static_cast<float>(problem.scale * kLog2OfE);
+  int device = 0;
+  int multiprocessors = 0;
+  check(cudaGetDevice(&device), "no current device");
+  check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
+        "cannot count multiprocessors");
+  if (problem.type == ScalarType::kFloat16) {
+    launch<__half>(params, multiprocessors, stream);
+  } else {
+    launch<__nv_bfloat16>(params, multiprocessors, stream);
+  }
+}
+
+}  // namespace ikbo::kernels
