@@ -43,3 +43,15 @@ if(IKBO_CUDA)
                                                  -Wl,--as-needed)
   add_library(torch::cuda ALIAS torch_cuda_all)
 endif()
+
+# at::parallel_for is a template in a header: compiled without OpenMP it runs everything on one thread, silently. The
+# wheel's own OpenMP library is linked, so that there is one pool of threads.
+file(GLOB torch_gomp ${IKBO_TORCH_DIR}/lib/libgomp*.so*)
+if(NOT torch_gomp)
+  message(FATAL_ERROR "no libgomp in ${IKBO_TORCH_DIR}/lib: ikbo is built against PyTorch's own wheels")
+endif()
+list(GET torch_gomp 0 torch_gomp)
+add_library(torch_openmp INTERFACE)
+target_compile_options(torch_openmp INTERFACE $<$<COMPILE_LANGUAGE:CXX>:-fopenmp>)
+target_link_libraries(torch_openmp INTERFACE ${torch_gomp})
+add_library(torch::openmp ALIAS torch_openmp)

@@ -8,6 +8,7 @@
 #include <c10/util/Half.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <numeric>
 #include <optional>
 #include <vector>
@@ -86,12 +87,13 @@ cpu::RowLinear<T, Out> product(const at::Tensor& w, const at::Tensor& e, int64_t
           .out_row_stride = out_stride};
 }
 
-// Calls f(row) for every row of a batch: rows spread over the threads where there are enough of them; a few run one
-// after the other and each spreads its own work.
+// Calls f(row) for every row of a batch, `work` multiply-adds each: rows spread over the threads where there are enough
+// of them; a few run one after the other and each spreads its own work.
 template <typename F>
-void for_each_row(int64_t rows, const F& f) {
+void for_each_row(int64_t rows, int64_t work, const F& f) {
   const bool enough = rows >= 2 * at::get_num_threads();
-  at::parallel_for(0, rows, enough ? 1 : rows, [&](int64_t begin, int64_t end) {
+  const int64_t grain = enough ? cpu::kGrainWork / std::max<int64_t>(work, 1) + 1 : rows;
+  at::parallel_for(0, rows, grain, [&](int64_t begin, int64_t end) {
     for (int64_t row = begin; row < end; ++row) f(row);
   });
 }
@@ -117,12 +119,12 @@ void compute(const CompressionTensors& tensors, at::TensorList index, at::Tensor
     for (int64_t b = 0; b < result.size(0); ++b) used[static_cast<size_t>(user_of[t][b])] = 1;
     projected.push_back(at::empty({users, m, width}, sums));
     Acc* to = projected.back().template mutable_data_ptr<Acc>();
-    for_each_row(users, [&](int64_t u) {
+    for_each_row(users, m * n * w_bcast[t].size(1), [&](int64_t u) {
       if (used[static_cast<size_t>(u)]) cpu::run(product<T, Acc>(w_bcast[t], e_bcast[t], u, to + u * m * width, width));
     });
   }
   Out* out = result.mutable_data_ptr<Out>();
-  for_each_row(result.size(0), [&](int64_t b) {
+  for_each_row(result.size(0), m * n * w_cand.size(1), [&](int64_t b) {
     std::vector<cpu::GatheredRows<Acc>> terms;
     for (size_t t = 0; t < projected.size(); ++t) {
       const Acc* rows = projected[t].template const_data_ptr<Acc>() + user_of[t][b] * m * width;

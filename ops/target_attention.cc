@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <vector>
 
@@ -108,9 +109,6 @@ HistoryRows history_rows(std::string_view op, const AttentionArguments& argument
 
 namespace {
 
-// Queries, keys and products below this many multiply-adds are not worth another thread.
-constexpr int64_t kGrainWork = 1 << 18;
-
 // One chunk of a task's rows.
 struct Chunk {
   int64_t user;
@@ -139,10 +137,10 @@ void compute(const AttentionArguments& arguments, const HistoryRows& history, do
   };
 
   std::vector<Chunk> chunks;
-  int64_t most_keys = 1;
+  int64_t work = 0;
   for (int64_t u = 0; u < users; ++u) {
     const int64_t rows = count(u) * q.size(1) * group;
-    if (rows > 0) most_keys = std::max(most_keys, history.length[static_cast<size_t>(u)]);
+    work += 2 * rows * kv_heads * history.length[static_cast<size_t>(u)] * q.size(3);
     for (int64_t head = 0; head < kv_heads; ++head) {
       for (int64_t row = 0; row < rows; row += cpu::kAttentionRows) {
         chunks.push_back({u, head, row, std::min(cpu::kAttentionRows, rows - row)});
@@ -179,12 +177,12 @@ void compute(const AttentionArguments& arguments, const HistoryRows& history, do
         .out_heads = q_heads,
         .logsumexp = logsumexp.defined() ? logsumexp.mutable_data_ptr<Acc>() + chunk.head * group : nullptr};
   };
-  const int64_t chunk_work = 2 * cpu::kAttentionRows * most_keys * q.size(3);
-  const auto grain = std::max<int64_t>(1, kGrainWork / chunk_work);
-  at::parallel_for(0, static_cast<int64_t>(chunks.size()), grain, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) {
-      const Chunk& chunk = chunks[static_cast<size_t>(i)];
-      cpu::attend(task_of(chunk), chunk.row, chunk.rows);
+  // Histories differ in length, so each thread takes the next chunk when it is done with its last.
+  const int64_t threads = std::min<int64_t>(at::get_num_threads(), work / cpu::kGrainWork + 1);
+  std::atomic<size_t> next = 0;
+  at::parallel_for(0, threads, 1, [&](int64_t /*begin*/, int64_t /*end*/) {
+    for (size_t i = next++; i < chunks.size(); i = next++) {
+      cpu::attend(task_of(chunks[i]), chunks[i].row, chunks[i].rows);
     }
   });
 }

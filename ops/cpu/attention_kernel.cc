@@ -14,21 +14,23 @@ template <typename Acc>
 using Vec = at::vec::Vectorized<Acc>;
 
 template <typename Acc>
-Acc fold_softmax_block(Acc* logits, int64_t count, Acc scale, Acc* maximum, Acc* sum) {
+Acc fold_softmax_block(Acc* logits, int64_t count, Acc* maximum, Acc* sum) {
   constexpr int64_t kStep = Vec<Acc>::size();
+  constexpr int64_t kChains = 4;  // maxima that do not wait for each other
   const int64_t whole = count / kStep * kStep;
   const Acc lowest = -std::numeric_limits<Acc>::infinity();
-  // The maximum is that of the scaled logits, for a scale may be negative. NaN must stay: at::vec::maximum keeps it.
-  Vec<Acc> largest(lowest);
-  for (int64_t i = 0; i < whole; i += kStep) {
-    const Vec<Acc> scaled = Vec<Acc>::loadu(logits + i) * Vec<Acc>(scale);
-    scaled.store(logits + i);
-    largest = at::vec::maximum(largest, scaled);
+  // NaN must stay: at::vec::maximum keeps it.
+  const auto larger = [](const auto& a, const auto& b) { return at::vec::maximum(a, b); };
+  Vec<Acc> largest[kChains] = {Vec<Acc>(lowest), Vec<Acc>(lowest), Vec<Acc>(lowest), Vec<Acc>(lowest)};
+  int64_t i = 0;
+  for (; i + kChains * kStep <= whole; i += kChains * kStep) {
+#pragma GCC unroll 4
+    for (int64_t c = 0; c < kChains; ++c) largest[c] = larger(largest[c], Vec<Acc>::loadu(logits + i + c * kStep));
   }
+  for (; i < whole; i += kStep) largest[0] = larger(largest[0], Vec<Acc>::loadu(logits + i));
   Acc block =
-      at::vec::vec_reduce_all<Acc>([](const auto& a, const auto& b) { return at::vec::maximum(a, b); }, largest);
-  for (int64_t i = whole; i < count; ++i) {
-    logits[i] *= scale;
+      at::vec::vec_reduce_all<Acc>(larger, larger(larger(largest[0], largest[1]), larger(largest[2], largest[3])));
+  for (; i < count; ++i) {
     block = std::isnan(logits[i]) || logits[i] > block ? logits[i] : block;
   }
   const Acc before = *maximum;

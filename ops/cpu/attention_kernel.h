@@ -9,7 +9,7 @@ namespace ikbo::cpu {
 /// the row's new maximum; `maximum` and `sum` are updated (−∞ and 0 before the first block). Returns the factor by
 /// which what was summed before must be multiplied. Bits depend on the arguments alone.
 template <typename Acc>
-using SoftmaxBlock = Acc (*)(Acc* logits, int64_t count, Acc scale, Acc* maximum, Acc* sum);
+using SoftmaxBlock = Acc (*)(Acc* logits, int64_t count, Acc* maximum, Acc* sum);
 
 #define IKBO_DECLARE_CAPABILITY(capability) \
   namespace capability {                    \

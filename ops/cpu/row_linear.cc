@@ -22,8 +22,6 @@ int64_t divide_up(int64_t a, int64_t b) {
   return (a + b - 1) / b;
 }
 
-// Multiply-adds worth a thread's start.
-constexpr int64_t kGrainWork = 1 << 16;
 // Up to this many chunks of rows a packed panel is used too little to be worth a place in memory.
 constexpr int64_t kFewChunks = 4;
 
@@ -58,25 +56,31 @@ void run(const RowLinear<T, Out>& job) {
         kernel.needs_scratch(job) ? new Acc[static_cast<size_t>(std::min(kChunkRows, job.batch) * job.k)] : nullptr);
   };
   const int64_t panel_work = kernel.panel_columns * std::max<int64_t>(job.k, 1);
+  const bool in_place = chunks <= kFewChunks && kernel.reads_in_place(job);
 
   if (chunks <= kFewChunks && panels >= at::get_num_threads()) {
     // Few candidates: reading W is most of the work, so a panel is packed into the cache and used at once.
     at::parallel_for(0, panels, divide_up(kGrainWork, panel_work), [&](int64_t begin, int64_t end) {
-      const std::unique_ptr<Acc[]> packed(new Acc[static_cast<size_t>(panel_work)]);
+      const std::unique_ptr<Acc[]> packed(in_place ? nullptr : new Acc[static_cast<size_t>(panel_work)]);
       const std::unique_ptr<Acc[]> scratch = make_scratch();
       for (int64_t p = begin; p < end; ++p) {
-        pack(p, packed.get());
+        if (!in_place) pack(p, packed.get());
         for (int64_t c = 0; c < chunks; ++c) compute(c, p, packed.get(), scratch.get());
       }
     });
     return;
   }
 
-  const std::unique_ptr<Acc[]> packed(new Acc[static_cast<size_t>(packed_width<Acc>(job.n) * job.k)]);
-  const auto packed_panel = [&](int64_t panel) { return packed.get() + panel * kernel.panel_columns * job.k; };
-  at::parallel_for(0, panels, divide_up(kGrainWork, panel_work), [&](int64_t begin, int64_t end) {
-    for (int64_t p = begin; p < end; ++p) pack(p, packed_panel(p));
-  });
+  const std::unique_ptr<Acc[]> packed(in_place ? nullptr
+                                               : new Acc[static_cast<size_t>(packed_width<Acc>(job.n) * job.k)]);
+  const auto packed_panel = [&](int64_t panel) {
+    return in_place ? nullptr : packed.get() + panel * kernel.panel_columns * job.k;
+  };
+  if (!in_place) {
+    at::parallel_for(0, panels, divide_up(kGrainWork, panel_work), [&](int64_t begin, int64_t end) {
+      for (int64_t p = begin; p < end; ++p) pack(p, packed_panel(p));
+    });
+  }
   // Many candidates spread over threads by rows, fewer by columns as well: a task is a chunk of rows by some panels.
   const int64_t splits = chunks >= 4 * at::get_num_threads() ? 1 : panels;
   const int64_t panels_per_task = divide_up(panels, splits);

@@ -15,6 +15,9 @@ namespace ikbo::cpu {
 
 enum class Activation { kNone, kRelu, kSigmoid, kTanh, kSilu, kGelu };
 
+/// Multiply-adds worth a thread's start.
+inline constexpr int64_t kGrainWork = 1 << 18;
+
 /// The type in which sums over elements of type T are kept: double for double, float for the rest.
 template <typename T>
 using AccOf = std::conditional_t<std::is_same_v<T, double>, double, float>;
@@ -28,7 +31,7 @@ struct GatheredRows {
 };
 
 /// out[b] = act(W x[b] + Σ_t terms[t].rows[terms[t].index[b]] + bias) with sums in Acc and one rounding to Out.
-/// Strides are in elements.
+/// Strides are in elements. `out` overlaps no operand.
 template <typename T, typename Out>
 struct RowLinear {
   using Acc = AccOf<T>;

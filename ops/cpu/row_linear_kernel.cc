@@ -32,10 +32,18 @@ constexpr int64_t kPanel = kPanelVectors* kVector<Acc>;
 static_assert(kPanel<float> <= kMaxPanelColumns, "a tile row must fit its buffer");
 static_assert(kPanelVectors % 2 == 0, "16-bit results are written from pairs of float vectors");
 
-// sums (ROWS, kPanel) [+]= x (ROWS, depth) · panel (depth, VECS vectors)
+// A matrix in memory: rows of contiguous elements.
+template <typename Acc>
+struct Rows {
+  Acc* data;
+  int64_t stride;
+
+  Acc* row(int64_t r) const { return data + r * stride; }
+};
+
+// sums (ROWS, VECS vectors) [+]= x (ROWS, depth) · panel (depth, VECS vectors)
 template <typename Acc, int ROWS, int VECS>
-void multiply(const Acc* x, int64_t x_row_stride, int64_t depth, const Acc* panel, bool add, Acc* sums) {
-  constexpr int64_t kWidth = VECS * kVector<Acc>;
+void multiply(const Acc* x, int64_t x_row_stride, int64_t depth, Rows<const Acc> panel, bool add, Rows<Acc> sums) {
   const Acc* row[ROWS];
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) row[r] = x + r * x_row_stride;
@@ -48,7 +56,7 @@ void multiply(const Acc* x, int64_t x_row_stride, int64_t depth, const Acc* pane
   for (int64_t i = 0; i < depth; ++i) {
     Vec<Acc> column[VECS];
 #pragma GCC unroll 8
-    for (int v = 0; v < VECS; ++v) column[v] = Vec<Acc>::loadu(panel + i * kWidth + v * kVector<Acc>);
+    for (int v = 0; v < VECS; ++v) column[v] = Vec<Acc>::loadu(panel.row(i) + v * kVector<Acc>);
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       const Vec<Acc> value(row[r][i]);
@@ -60,15 +68,15 @@ void multiply(const Acc* x, int64_t x_row_stride, int64_t depth, const Acc* pane
   for (int r = 0; r < ROWS; ++r) {
 #pragma GCC unroll 8
     for (int v = 0; v < VECS; ++v) {
-      Acc* to = sums + r * kPanel<Acc> + v * kVector<Acc>;
+      Acc* to = sums.row(r) + v * kVector<Acc>;
       (add ? Vec<Acc>::loadu(to) + sum[r][v] : sum[r][v]).store(to);
     }
   }
 }
 
 template <typename Acc, int ROWS>
-void multiply_columns(const Acc* x, int64_t x_row_stride, int64_t depth, const Acc* panel, int64_t vectors, bool add,
-                      Acc* sums) {
+void multiply_columns(const Acc* x, int64_t x_row_stride, int64_t depth, Rows<const Acc> panel, int64_t vectors,
+                      bool add, Rows<Acc> sums) {
   if (vectors == 1) return multiply<Acc, ROWS, 1>(x, x_row_stride, depth, panel, add, sums);
   if (vectors == 2) return multiply<Acc, ROWS, 2>(x, x_row_stride, depth, panel, add, sums);
 #if defined(CPU_CAPABILITY_AVX512)
@@ -95,8 +103,8 @@ Acc scalar_product(const Acc* x, const Acc* w, int64_t k) {
 }
 
 template <typename Acc>
-void multiply_tile(const Acc* x, int64_t x_row_stride, int64_t rows, int64_t depth, const Acc* panel, int64_t vectors,
-                   bool add, Acc* sums) {
+void multiply_tile(const Acc* x, int64_t x_row_stride, int64_t rows, int64_t depth, Rows<const Acc> panel,
+                   int64_t vectors, bool add, Rows<Acc> sums) {
   switch (rows) {
     case 6:
       return multiply_columns<Acc, 6>(x, x_row_stride, depth, panel, vectors, add, sums);
@@ -145,13 +153,13 @@ void store_row(const float* row, int64_t columns, Out* out) {
 }
 
 // Adds what the rows look up and the bias, applies the activation and writes the rows: from the cache, in the one pass
-// over the output.
+// over the output. `sums` may be the output itself.
 template <Activation kActivation, typename T, typename Out>
 void finish_chunk(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns,
-                  AccOf<T>* sums) {
+                  Rows<AccOf<T>> sums) {
   using Acc = AccOf<T>;
   for (int64_t r = 0; r < rows; ++r) {
-    Acc* values = sums + r * kPanel<Acc>;
+    Acc* values = sums.row(r);
     for (int64_t c = 0; c < columns; c += kVector<Acc>) {
       Vec<Acc> z = Vec<Acc>::loadu(values + c);
       for (int64_t t = 0; t < job.num_terms; ++t) {
@@ -161,12 +169,14 @@ void finish_chunk(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64
       if (job.bias != nullptr) z = z + Vec<Acc>::loadu(job.bias + column + c);
       activate<kActivation, Acc>(z).store(values + c);
     }
-    store_row(values, columns, job.out + (row + r) * job.out_row_stride + column);
+    Out* out = job.out + (row + r) * job.out_row_stride + column;
+    if (static_cast<const void*>(out) != values) store_row(values, columns, out);
   }
 }
 
 template <typename T, typename Out>
-void finish(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns, AccOf<T>* sums) {
+void finish(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns,
+            Rows<AccOf<T>> sums) {
   switch (job.activation) {
     case Activation::kNone:
       return finish_chunk<Activation::kNone>(job, row, rows, column, columns, sums);
@@ -207,9 +217,17 @@ bool needs_scratch(const RowLinear<T, Out>& job) {
   return !std::is_same_v<T, AccOf<T>> || job.x_col_stride != 1;
 }
 
+// Wᵀ lies in memory as the panels of it would: whole vectors of it are read, and nothing beyond. Rows that lie apart
+// are packed, for they would push each other out of the first-level cache.
+template <typename T, typename Out>
+bool reads_in_place(const RowLinear<T, Out>& job) {
+  const bool whole = job.n > kNarrow && job.n % kVector<AccOf<T>> == 0;
+  return std::is_same_v<T, AccOf<T>> && job.w_row_stride == 1 && job.w_col_stride == job.n && whole;
+}
+
 template <typename T, typename Out>
 void compute(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns,
-             const AccOf<T>* panel, AccOf<T>* scratch) {
+             const AccOf<T>* packed, AccOf<T>* scratch) {
   using Acc = AccOf<T>;
   const Acc* x = nullptr;
   int64_t x_row_stride = 0;
@@ -224,25 +242,39 @@ void compute(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t co
     x_row_stride = job.x_row_stride;
   }
   const int64_t vectors = (columns + kVector<Acc> - 1) / kVector<Acc>;
-  alignas(64) Acc sums[kChunkRows * kPanel<Acc>];
-  // A pair of vectors is read where 16-bit results are written, so the second one must hold something.
-  std::fill(sums, sums + rows * kPanel<Acc>, Acc(0));
+  alignas(64) Acc buffer[kChunkRows * kPanel<Acc>];
+  Rows<Acc> sums{buffer, kPanel<Acc>};
+  if constexpr (std::is_same_v<Out, Acc>) {
+    // Whole vectors are summed in the output itself, unless they are read again and lie far apart.
+    const bool near = job.k <= kFold || job.out_row_stride <= kPanel<Acc>;
+    if (columns % kVector<Acc> == 0 && near) sums = {job.out + row * job.out_row_stride + column, job.out_row_stride};
+  }
+  const bool direct = sums.data != buffer;
+  if (job.n <= kNarrow || job.k == 0 || (!std::is_same_v<Out, Acc> && vectors % 2 == 1)) {
+    // Vectors are read whole, and in pairs where 16-bit results are written, so they must hold something.
+    for (int64_t r = 0; r < rows; ++r) std::fill_n(sums.row(r), direct ? columns : kPanel<Acc>, Acc(0));
+  }
   if (job.n <= kNarrow) {
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t c = 0; c < columns; ++c) {
-        sums[r * kPanel<Acc> + c] = scalar_product(x + r * x_row_stride, panel + c * job.k, job.k);
+        sums.row(r)[c] = scalar_product(x + r * x_row_stride, packed + c * job.k, job.k);
       }
     }
     return finish(job, row, rows, column, columns, sums);
   }
+  Rows<const Acc> panel{packed, vectors * kVector<Acc>};
+  if constexpr (std::is_same_v<T, Acc>) {
+    if (packed == nullptr) panel = {job.w + column, job.w_col_stride};
+  }
   for (int64_t i = 0; i < job.k; i += kFold) {
     for (int64_t r = 0; r < rows; r += kTileRows) {
       multiply_tile<Acc>(x + r * x_row_stride + i, x_row_stride, std::min<int64_t>(kTileRows, rows - r),
-                         std::min(kFold, job.k - i), panel + i * vectors * kVector<Acc>, vectors, i > 0,
-                         sums + r * kPanel<Acc>);
+                         std::min(kFold, job.k - i), {panel.row(i), panel.stride}, vectors, i > 0,
+                         {sums.row(r), sums.stride});
     }
   }
-  finish(job, row, rows, column, columns, sums);
+  const bool bare = job.num_terms == 0 && job.bias == nullptr && job.activation == Activation::kNone;
+  if (!direct || !bare) finish(job, row, rows, column, columns, sums);
 }
 
 template <typename T, typename Out>
@@ -297,8 +329,8 @@ void pack(const RowLinear<T, Out>& job, int64_t column, int64_t columns, AccOf<T
 template <typename T, typename Out>
 const RowLinearKernels<T, Out>& row_linear_kernels() {
   using Acc = AccOf<T>;
-  static constexpr RowLinearKernels<T, Out> kKernels{kVector<Acc>, kPanel<Acc>, pack<T, Out>, compute<T, Out>,
-                                                     needs_scratch<T, Out>};
+  static constexpr RowLinearKernels<T, Out> kKernels{kVector<Acc>,    kPanel<Acc>,           pack<T, Out>,
+                                                     compute<T, Out>, needs_scratch<T, Out>, reads_in_place<T, Out>};
   return kKernels;
 }
 

@@ -21,12 +21,14 @@ struct RowLinearKernels {
   /// Writes columns [column, column + columns) of Wᵀ to `panel` as (k, columns padded to whole vectors), zeros beyond,
   /// or, where there are very few of them, as (columns, k).
   void (*pack)(const RowLinear<T, Out>& job, int64_t column, int64_t columns, Acc* panel);
-  /// Computes rows [row, row + rows) of those columns; `scratch` holds kChunkRows * k elements, used only where the
-  /// rows of x cannot be read in place.
+  /// Computes rows [row, row + rows) of those columns, from W itself where `panel` is null; `scratch` holds
+  /// kChunkRows * k elements, used only where the rows of x cannot be read in place.
   void (*compute)(const RowLinear<T, Out>& job, int64_t row, int64_t rows, int64_t column, int64_t columns,
                   const Acc* panel, Acc* scratch);
   /// Whether `compute` needs the scratch for this job.
   bool (*needs_scratch)(const RowLinear<T, Out>& job);
+  /// Whether `compute` can read W as it lies in memory.
+  bool (*reads_in_place)(const RowLinear<T, Out>& job);
 };
 
 #define IKBO_DECLARE_CAPABILITY(capability)             \

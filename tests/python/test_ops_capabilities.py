@@ -1,4 +1,4 @@
-"""The arithmetic built for each instruction set, chosen as PyTorch chooses its own."""
+"""The arithmetic built for each instruction set, chosen as PyTorch chooses its own, on the threads of PyTorch's pool."""
 
 import os
 import subprocess
@@ -40,3 +40,39 @@ def test_every_instruction_set(capability):
     result = subprocess.run([sys.executable, "-c", CHECK], cwd=folder, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stdout.strip() == capability.upper()
+
+
+# One thread makes the inputs; threads that are there afterwards are the operator's.
+THREADS = """
+import os
+import sys
+import torch
+import ikbo
+
+torch.set_num_threads(1)
+index = torch.arange(400, dtype=torch.int32) % 40
+rows, user, square = torch.randn(400, 256), torch.randn(40, 256), torch.randn(256, 256)
+calls = {
+    "broadcast": lambda: torch.ops.ikbo.broadcast(user, index),
+    "linear": lambda: torch.ops.ikbo.linear(rows, square, [user], [square], [index]),
+    "linear_compression": lambda: torch.ops.ikbo.linear_compression(
+        square[:, :64], rows.view(400, 64, 4), [square[:, :64]], [user.view(40, 64, 4)], [index]),
+    "target_attention": lambda: torch.ops.ikbo.target_attention(
+        rows.view(400, 4, 1, 64), square.view(1, 256, 1, 256)[..., :64].expand(40, -1, -1, -1),
+        square.view(1, 256, 1, 256)[..., 64:128].expand(40, -1, -1, -1), index),
+}
+before = len(os.listdir("/proc/self/task"))
+torch.set_num_threads(3)
+calls[sys.argv[1]]()
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
+@pytest.mark.parametrize("operator", ["broadcast", "linear", "linear_compression", "target_attention"])
+def test_every_operator_spreads_over_threads(operator):
+    folder = Path(__file__).resolve().parent
+    command = [sys.executable, "-c", "import conftest\n" + THREADS, operator]
+    result = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert int(result.stdout) == 2, "the operator ran on one thread"
