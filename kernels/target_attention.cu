@@ -76,16 +76,25 @@ void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
     params.k = history_map(p, p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride, KEYS);
     params.v = history_map(p, p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride, KEYS);
   }
-  attention_setup_kernel<<<1, kSetupThreads, 0, stream>>>(params);
-  check(cudaGetLastError(), "cannot launch the set-up");
+  set_up_attention(params, multiprocessors, stream);
   const auto kernel = attention_kernel<T, DIM, KEYS>;
   constexpr size_t kBytes = sizeof(AttentionMemory<T, DIM, KEYS>) + 1024;  // and what aligns it
   static_assert(kBytes <= 227 * 1024, "the memory of a CTA fits a multiprocessor");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes)),
         "cannot have the shared memory");
   const auto ctas = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most_tiles(p)));
-  kernel<<<ctas, kAttentionThreads, kBytes, stream>>>(params);
-  check(cudaGetLastError(), "cannot launch");
+  // It begins while the set-up runs, and waits for its end before it reads anything.
+  cudaLaunchAttribute attribute{};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = ctas;
+  config.blockDim = kAttentionThreads;
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  check(cudaLaunchKernelEx(&config, kernel, params), "cannot launch");
 }
 
 template <typename T>

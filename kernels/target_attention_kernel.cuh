@@ -66,14 +66,20 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
   RingPosition<kTileSlots> at;
   RingPosition<kStages> stage;
   const uint32_t tiles = params.workspace.header->tile_count;
-  while (true) {
+  const auto draw = [&] {
     mbarrier_wait(&memory.tile_empty[at.slot], at.parity ^ 1);
     const uint32_t number = atomicAdd(&params.workspace.header->next_tile, 1u);
     const AttentionTile tile = number < tiles ? params.workspace.tiles[number] : AttentionTile{};
     memory.tile[at.slot] = tile;
     mbarrier_arrive(&memory.tile_full[at.slot]);
     at.advance();
-    if (tile.rows == 0) return;
+    return tile;
+  };
+  // A tile is drawn before the one in front of it is copied, so that its queries are there in time.
+  AttentionTile next = draw();
+  while (next.rows > 0) {
+    const AttentionTile tile = next;
+    next = draw();
     const int user = params.problem.kv_offsets != nullptr ? 0 : tile.user;
     for (int block = blocks_of(tile, KEYS) - 1; block >= 0; --block) {
       const int row = tile.kv_first + block * KEYS;
@@ -439,6 +445,7 @@ __global__ __launch_bounds__(kAttentionThreads,
     fence_mbarrier_init();
   }
   __syncthreads();
+  grid_dependency_wait();
   const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
   if (warpgroup == 0) {
     register_decrease<40>();

@@ -34,7 +34,7 @@ struct AttentionWorkspace {
   AttentionHeader* header;
   int32_t* count;       // (users + 1): candidates of a user; the last one counts those of no user
   int32_t* begin;       // (users + 1)
-  int32_t* cursor;      // (users + 1)
+  int32_t* cursor;      // (users + 1), where there are too many for shared memory
   int32_t* tile_begin;  // (users + 1)
   int32_t* order;       // (candidates), grouped by user
   AttentionTile* tiles;

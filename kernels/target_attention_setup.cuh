@@ -1,7 +1,9 @@
-// Grouping of candidates by user and the list of tiles, on the device: one CTA, so that nothing is read on the host and
-// a captured graph serves any mapping and any lengths.
+// Grouping of candidates by user and the list of tiles, on the device, so that nothing is read on the host and a
+// captured graph serves any mapping and any lengths. One CTA does it all; where there are many candidates, more of them
+// count and sort, in launches of their own.
 #pragma once
 
+#include "kernels/hopper/sync.h"
 #include "kernels/target_attention_params.h"
 #include "kernels/target_attention_rows.cuh"
 
@@ -9,11 +11,12 @@ namespace ikbo::kernels {
 
 constexpr int kSetupThreads = 1024;
 constexpr int kCountersInShared = 4096;
+constexpr int64_t kCandidatesOfOneCta = 16384;
 constexpr int kBuckets = 256;  // of histories of like length: the longest are dealt first
 
 // Longer histories have larger numbers; eight buckets from one power of two to the next.
-__device__ inline int bucket_of(int32_t length) {
-  const uint32_t size = static_cast<uint32_t>(length) / 8 + 8;
+__device__ inline int bucket_of(int64_t length) {
+  const auto size = static_cast<uint32_t>(length / 8 + 8);
   const int exponent = 31 - __clz(static_cast<int>(size));
   return (exponent - 3) * 8 + static_cast<int>(size >> (exponent - 3) & 7);
 }
@@ -39,78 +42,141 @@ __device__ inline int32_t exclusive_sum(int32_t value, int32_t* scratch, int32_t
   return base + inclusive - value;
 }
 
-__global__ __launch_bounds__(kSetupThreads,
-                             1) void attention_setup_kernel(const __grid_constant__ AttentionParams params) {
-  __shared__ int32_t scratch[kSetupThreads / 32];
-  __shared__ int32_t bucket[kBuckets];
-  __shared__ int32_t shared_counter[kCountersInShared];
-  const TargetAttentionProblem& p = params.problem;
-  const AttentionWorkspace& w = params.workspace;
-  const auto users = static_cast<int32_t>(p.users);
-  const auto candidates = static_cast<int32_t>(p.candidates);
-  const auto thread = static_cast<int32_t>(threadIdx.x);
-  const auto slot_of = [&](int32_t candidate) {
-    const int32_t user = p.candidate_to_user[candidate];
-    return user >= 0 && user < users ? user : users;
-  };
-  const auto history = [&](int32_t user) { return user < users ? history_of(p, user) : History{0, 0}; };
-  const auto tiles_of = [&](int32_t user) {
-    const int64_t rows = w.count[user] * params.rows_of_candidate;
-    return static_cast<int32_t>((rows + kTileRows - 1) / kTileRows * p.kv_heads);
-  };
+// Users, and behind them a place for the candidates whose user does not exist.
+struct Grouping {
+  const AttentionParams& params;
 
-  for (int32_t u = thread; u <= users; u += kSetupThreads) w.count[u] = 0;
-  if (thread < kBuckets) bucket[thread] = 0;
-  __syncthreads();
-  for (int32_t b = thread; b < candidates; b += kSetupThreads) atomicAdd(&w.count[slot_of(b)], 1);
-  __syncthreads();
-
-  // Each thread sums a run of users.
-  const int32_t run = (users + kSetupThreads) / kSetupThreads;
-  const int32_t first = min(thread * run, users + 1);
-  const int32_t last = min(first + run, users + 1);
-  int32_t own = 0;
-  for (int32_t u = first; u < last; ++u) own += w.count[u];
-  int32_t total = 0;
-  int32_t at = exclusive_sum(own, scratch, total);
-  for (int32_t u = first; u < last; ++u) {
-    w.begin[u] = at;
-    w.cursor[u] = at;
-    at += w.count[u];
-    if (w.count[u] > 0) atomicAdd(&bucket[bucket_of(static_cast<int32_t>(history(u).length))], tiles_of(u));
+  __device__ int32_t users() const { return static_cast<int32_t>(params.problem.users); }
+  __device__ int32_t slot_of(int32_t candidate) const {
+    const int32_t user = params.problem.candidate_to_user[candidate];
+    return user >= 0 && user < users() ? user : users();
   }
-  __syncthreads();
-  const int32_t own_bucket = thread < kBuckets ? bucket[kBuckets - 1 - thread] : 0;
-  const int32_t bucket_begin = exclusive_sum(own_bucket, scratch, total);
-  if (thread < kBuckets) bucket[kBuckets - 1 - thread] = bucket_begin;
-  __syncthreads();
-  for (int32_t u = first; u < last; ++u) {
-    if (w.count[u] > 0) {
-      w.tile_begin[u] = atomicAdd(&bucket[bucket_of(static_cast<int32_t>(history(u).length))], tiles_of(u));
-    }
+  __device__ History history(int32_t user) const {
+    return user < users() ? history_of(params.problem, user) : History{0, 0};
+  }
+  __device__ int32_t row_tiles(int32_t count) const {
+    return static_cast<int32_t>((count * params.rows_of_candidate + kTileRows - 1) / kTileRows);
+  }
+
+  // The candidates first, first + stride, ... are counted into, or given their places by, one counter a user.
+  __device__ void count(int32_t* counter, int32_t first, int32_t stride) const {
+    for (int32_t b = first; b < params.problem.candidates; b += stride) atomicAdd(&counter[slot_of(b)], 1);
   }
   // The order of a user's candidates decides where their rows lie, not what becomes of them.
-  for (int32_t b = thread; b < candidates; b += kSetupThreads) w.order[atomicAdd(&w.cursor[slot_of(b)], 1)] = b;
-  if (thread == 0) *w.header = {0, static_cast<uint32_t>(total)};
-  __syncthreads();
-
-  for (int32_t u = thread / 32; u <= users; u += kSetupThreads / 32) {
-    if (w.count[u] == 0) continue;
-    const History own_history = history(u);
-    const auto rows = static_cast<int32_t>(w.count[u] * params.rows_of_candidate);
-    const int32_t tiles = (rows + kTileRows - 1) / kTileRows;
-    for (int32_t t = thread % 32; t < tiles * static_cast<int32_t>(p.kv_heads); t += 32) {
-      const int32_t row = t % tiles * kTileRows;
-      w.tiles[w.tile_begin[u] + t] = {u < users ? u : -1,
-                                      t / tiles,
-                                      row,
-                                      min(kTileRows, rows - row),
-                                      w.begin[u],
-                                      static_cast<int32_t>(own_history.first),
-                                      static_cast<int32_t>(own_history.length),
-                                      0};
+  __device__ void place(int32_t* counter, int32_t first, int32_t stride) const {
+    for (int32_t b = first; b < params.problem.candidates; b += stride) {
+      params.workspace.order[atomicAdd(&counter[slot_of(b)], 1)] = b;
     }
   }
+
+  // By one CTA: turns counts into places, the first candidate and the first tile of each user.
+  __device__ void scan(int32_t* counter) const {
+    __shared__ int32_t scratch[kSetupThreads / 32];
+    __shared__ int32_t bucket[kBuckets];
+    const AttentionWorkspace& w = params.workspace;
+    const auto thread = static_cast<int32_t>(threadIdx.x);
+    if (thread < kBuckets) bucket[thread] = 0;
+    // Each thread sums a run of users.
+    const int32_t run = (users() + kSetupThreads) / kSetupThreads;
+    const int32_t first = min(thread * run, users() + 1);
+    const int32_t last = min(first + run, users() + 1);
+    int32_t own = 0;
+    for (int32_t u = first; u < last; ++u) own += counter[u];
+    int32_t total = 0;
+    int32_t at = exclusive_sum(own, scratch, total);
+    const auto kv_heads = static_cast<int32_t>(params.problem.kv_heads);
+    for (int32_t u = first; u < last; ++u) {
+      const int32_t count = counter[u];
+      w.count[u] = count;
+      w.begin[u] = at;
+      counter[u] = at;
+      at += count;
+      if (count > 0) atomicAdd(&bucket[bucket_of(history(u).length)], row_tiles(count) * kv_heads);
+    }
+    __syncthreads();
+    const int32_t own_bucket = thread < kBuckets ? bucket[kBuckets - 1 - thread] : 0;
+    const int32_t bucket_begin = exclusive_sum(own_bucket, scratch, total);
+    if (thread < kBuckets) bucket[kBuckets - 1 - thread] = bucket_begin;
+    __syncthreads();
+    for (int32_t u = first; u < last; ++u) {
+      const int32_t count = w.count[u];
+      if (count > 0) w.tile_begin[u] = atomicAdd(&bucket[bucket_of(history(u).length)], row_tiles(count) * kv_heads);
+    }
+    if (thread == 0) *w.header = {0, static_cast<uint32_t>(total)};
+  }
+
+  // One warp a user writes its tiles: those of a key head follow each other, so that keys stay in the cache.
+  __device__ void list_tiles(int32_t first_warp, int32_t warps) const {
+    const AttentionWorkspace& w = params.workspace;
+    for (int32_t u = first_warp; u <= users(); u += warps) {
+      const int32_t count = w.count[u];
+      if (count == 0) continue;
+      const History own = history(u);
+      const auto rows = static_cast<int32_t>(count * params.rows_of_candidate);
+      const int32_t tiles = row_tiles(count);
+      for (int32_t t = static_cast<int32_t>(threadIdx.x % 32); t < tiles * params.problem.kv_heads; t += 32) {
+        const int32_t row = t % tiles * kTileRows;
+        w.tiles[w.tile_begin[u] + t] = {u < users() ? u : -1,
+                                        t / tiles,
+                                        row,
+                                        min(kTileRows, rows - row),
+                                        w.begin[u],
+                                        static_cast<int32_t>(own.first),
+                                        static_cast<int32_t>(own.length),
+                                        0};
+      }
+    }
+  }
+};
+
+__global__ __launch_bounds__(kSetupThreads,
+                             1) void attention_setup_kernel(const __grid_constant__ AttentionParams params) {
+  __shared__ int32_t shared_counter[kCountersInShared];
+  hopper::grid_dependency_launch();
+  const Grouping grouping{params};
+  const auto thread = static_cast<int32_t>(threadIdx.x);
+  int32_t* const counter = grouping.users() < kCountersInShared ? shared_counter : params.workspace.cursor;
+  for (int32_t u = thread; u <= grouping.users(); u += kSetupThreads) counter[u] = 0;
+  __syncthreads();
+  grouping.count(counter, thread, kSetupThreads);
+  __syncthreads();
+  grouping.scan(counter);
+  __syncthreads();
+  grouping.place(counter, thread, kSetupThreads);
+  grouping.list_tiles(thread / 32, kSetupThreads / 32);
+}
+
+// The same in steps, the first and the last by many CTAs. The counters were set to zero.
+__global__ void attention_count_kernel(const __grid_constant__ AttentionParams params) {
+  Grouping{params}.count(params.workspace.cursor, static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x),
+                         static_cast<int32_t>(gridDim.x * blockDim.x));
+}
+
+__global__ __launch_bounds__(kSetupThreads,
+                             1) void attention_scan_kernel(const __grid_constant__ AttentionParams params) {
+  Grouping{params}.scan(params.workspace.cursor);
+}
+
+__global__ void attention_place_kernel(const __grid_constant__ AttentionParams params) {
+  hopper::grid_dependency_launch();
+  const auto thread = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
+  const auto threads = static_cast<int32_t>(gridDim.x * blockDim.x);
+  Grouping{params}.place(params.workspace.cursor, thread, threads);
+  Grouping{params}.list_tiles(thread / 32, threads / 32);
+}
+
+inline void set_up_attention(const AttentionParams& params, int multiprocessors, cudaStream_t stream) {
+  if (params.problem.candidates <= kCandidatesOfOneCta) {
+    attention_setup_kernel<<<1, kSetupThreads, 0, stream>>>(params);
+  } else {
+    constexpr int kThreadsOfStep = 256;
+    const auto bytes = static_cast<size_t>(params.problem.users + 1) * sizeof(int32_t);
+    if (cudaMemsetAsync(params.workspace.cursor, 0, bytes, stream) != cudaSuccess) check_launch("target_attention");
+    attention_count_kernel<<<2 * multiprocessors, kThreadsOfStep, 0, stream>>>(params);
+    attention_scan_kernel<<<1, kSetupThreads, 0, stream>>>(params);
+    attention_place_kernel<<<2 * multiprocessors, kThreadsOfStep, 0, stream>>>(params);
+  }
+  check_launch("target_attention");
 }
 
 }  // namespace ikbo::kernels

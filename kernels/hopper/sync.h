@@ -40,6 +40,17 @@ __device__ inline void named_barrier_arrive(uint32_t name, uint32_t threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(name), "r"(threads) : "memory");
 }
 
+// Waits until the launch before this one, which let it begin early, is over and what it wrote is visible.
+// https://docs.nvidia.com/cuda/parallel-thread-execution/#parallel-synchronization-and-communication-instructions-griddepcontrol
+__device__ inline void grid_dependency_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Lets the next launch begin, if it was made to wait for that and no more.
+__device__ inline void grid_dependency_launch() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
 // https://docs.nvidia.com/cuda/parallel-thread-execution/#miscellaneous-instructions-setmaxnreg
 template <int REGISTERS>
 __device__ inline void register_increase() {
