@@ -18,7 +18,8 @@ struct TileReader {
   __device__ int next(SharedMemory<P>& shared) {
     hopper::mbarrier_wait(&shared.tile_published, parity);
     parity ^= 1;
-    const int tile = *const_cast<volatile int*>(&shared.tile);
+    // By the lane that then says so in `done`.
+    const int tile = threadIdx.x % 32 == 0 ? *const_cast<volatile int*>(&shared.tile) : 0;
     return __shfl_sync(0xffffffff, tile, 0);
   }
 
@@ -387,10 +388,7 @@ __device__ void consume(const LinearCompressionParams& params, SharedMemory<P>& 
                      &shared.turn[warpgroup ^ 1], lane);
     hopper::mbarrier_wait(&shared.sources_ready[warpgroup], parity);
     finish_tile<P>(params, shared, acc[0], acc[1], work.m, warpgroup, thread);
-    __syncwarp();
-    if (lane == 0) {
-      hopper::mbarrier_arrive(&shared.work_done[warpgroup]);
-    }
+    hopper::mbarrier_arrive(&shared.work_done[warpgroup]);
   }
   if (lane == 0) {
     hopper::mbarrier_arrive_remote_release(&shared.flags_settled, 0);

@@ -1,14 +1,15 @@
 // ikbo::linear_compression on CUDA: fp16 and bf16 through Hopper's matrix unit in one launch, the rest and what its
-// copy engine cannot address through the general product.
+// copy engine cannot address through a library's product.
 #include "ops/linear_compression.h"
 
 #include <ATen/ops/empty.h>
 
 #include <vector>
 
+#include "kernels/finish_sums.h"
 #include "kernels/linear_compression.h"
-#include "kernels/matrix_product.h"
 #include "ops/cuda/call.h"
+#include "ops/cuda/library_product.h"
 #include "ops/linear.h"
 
 namespace ikbo::cuda {
@@ -70,37 +71,21 @@ void compress_on_hopper(const CompressionTensors& tensors, at::TensorList index,
                               kernels::LinearCompressionStage::kFusedWs, stream);
 }
 
-// W E[z] into `out`, (rows of e, M, N).
-kernels::MatrixProduct product(const at::Tensor& w, const at::Tensor& e, const at::Tensor& out) {
-  return {.type = scalar_type_of(e.scalar_type()),
-          .out_type = scalar_type_of(out.scalar_type()),
-          .batch = e.size(0),
-          .m = w.size(0),
-          .n = e.size(2),
-          .k = w.size(1),
-          .a = w.const_data_ptr(),
-          .a_row_stride = w.stride(0),
-          .a_column_stride = w.stride(1),
-          .b = e.const_data_ptr(),
-          .b_batch_stride = e.stride(0),
-          .b_row_stride = e.stride(1),
-          .b_column_stride = e.stride(2),
-          .out = out.mutable_data_ptr()};
-}
-
 void compress_generally(const CompressionTensors& tensors, at::TensorList index, const at::Tensor& out,
                         cudaStream_t stream) {
-  kernels::MatrixProduct job = product(tensors.w_cand, tensors.e_cand, out);
+  const at::Tensor sums = stack_product(tensors.w_cand, tensors.e_cand);
+  kernels::FinishSums job{.type = scalar_type_of(tensors.e_cand.scalar_type()),
+                          .out_type = scalar_type_of(out.scalar_type()),
+                          .candidates = out.size(0),
+                          .columns = out.size(1) * out.size(2),
+                          .sums = sums.const_data_ptr(),
+                          .out = out.mutable_data_ptr()};
   std::vector<at::Tensor> kept;
   for (size_t t = 0; t < index.size(); ++t) {
-    const at::Tensor& e = tensors.e_bcast[t];
-    const at::Tensor sums =
-        at::empty({e.size(0), out.size(1), out.size(2)}, out.options().dtype(sum_type(e.scalar_type())));
-    kernels::matrix_product(product(tensors.w_bcast[t], e, sums), stream);
-    job.terms.push_back({sums.const_data_ptr(), sums.size(0), index[t].const_data_ptr<int32_t>()});
-    kept.push_back(sums);
+    kept.push_back(stack_product(tensors.w_bcast[t], tensors.e_bcast[t]));
+    job.terms.push_back({kept.back().const_data_ptr(), kept.back().size(0), index[t].const_data_ptr<int32_t>()});
   }
-  kernels::matrix_product(job, stream);
+  kernels::finish_sums(job, stream);
 }
 
 at::Tensor linear_compression_cuda(const at::Tensor& w_cand, const at::Tensor& e_cand, at::TensorList w_bcast,
