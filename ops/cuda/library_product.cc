@@ -25,6 +25,8 @@ constexpr int64_t kChosenForRows = 1024;
 constexpr int64_t kChosenForBatch = 256;
 constexpr int64_t kMostBatches = 32768;  // of one call: more do not fit a grid's third dimension
 constexpr int64_t kWidestAlignment = 16;
+// A chain of sums in fp32 is cut after so many: its rounding error grows with its length.
+constexpr int64_t kLongestChain = 2048;
 
 void check(cublasStatus_t status, const char* what) {
   TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "cuBLASLt: ", what, ": ", cublasLtGetStatusString(status));
@@ -156,18 +158,19 @@ cublasLtMatmulAlgo_t chosen(const Shape& shape) {
   return found != known.end() ? found->second : known.emplace(shape, choose(shape)).first->second;
 }
 
-void multiply(const Shape& shape, int64_t n, int64_t batches, const Operand& a, const Operand& b,
+// d = a' b, or added to d.
+void multiply(const Shape& shape, int64_t n, int64_t batches, const Operand& a, const Operand& b, bool add,
               const at::Tensor& out) {
   const cublasLtMatmulAlgo_t algorithm = chosen(shape);
   const MatmulDescription description = describe(shape);
   const Layouts layouts = lay_out(shape, n, batches, a, b);
-  const double one64 = 1, zero64 = 0;
-  const float one32 = 1, zero32 = 0;
+  const double one64 = 1, beta64 = add ? 1 : 0;
+  const float one32 = 1, beta32 = add ? 1.0f : 0.0f;
   const bool wide = shape.type == at::kDouble;
   void* const d = out.mutable_data_ptr();
   check(cublasLtMatmul(at::cuda::getCurrentCUDABlasLtHandle(), description.get(),
                        wide ? static_cast<const void*>(&one64) : &one32, a.data, layouts.a.get(), b.data,
-                       layouts.b.get(), wide ? static_cast<const void*>(&zero64) : &zero32, d, layouts.d.get(), d,
+                       layouts.b.get(), wide ? static_cast<const void*>(&beta64) : &beta32, d, layouts.d.get(), d,
                        layouts.d.get(), &algorithm, nullptr, 0, c10::cuda::getCurrentCUDAStream()),
         "a product failed");
 }
@@ -188,6 +191,10 @@ at::Tensor with_regular_rows(const at::Tensor& tensor) {
   return regular ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
 }
 
+int64_t longest_chain(at::ScalarType type, int64_t k) {
+  return type == at::kFloat ? std::min(kLongestChain, k) : k;
+}
+
 bool tf32(at::ScalarType type) {
   return type == at::kFloat && at::globalContext().allowTF32CuBLAS();
 }
@@ -202,10 +209,14 @@ at::Tensor row_product(const at::Tensor& x, const at::Tensor& w) {
   const at::Tensor regular_x = with_regular_rows(x);
   const at::Tensor regular_w = with_regular_rows(w);
   at::Tensor out = at::empty({rows, features}, options);
-  const Shape shape{type, /*a_transposed=*/true, /*batched=*/false, tf32(type),        features, 0,
-                    k,    row_alignment(w),      row_alignment(x),  x.device().index()};
-  multiply(shape, rows, 1, {regular_w.const_data_ptr(), regular_w.stride(0), 0},
-           {regular_x.const_data_ptr(), regular_x.stride(0), 0}, out);
+  const int64_t chain = longest_chain(type, k);
+  for (int64_t first = 0; first < k; first += chain) {
+    const int64_t terms = std::min(chain, k - first);
+    const Shape shape{type,  /*a_transposed=*/true, /*batched=*/false, tf32(type),        features, 0,
+                      terms, row_alignment(w),      row_alignment(x),  x.device().index()};
+    multiply(shape, rows, 1, {regular_w.narrow(1, first, terms).const_data_ptr(), regular_w.stride(0), 0},
+             {regular_x.narrow(1, first, terms).const_data_ptr(), regular_x.stride(0), 0}, first > 0, out);
+  }
   return out;
 }
 
@@ -217,13 +228,18 @@ at::Tensor stack_product(const at::Tensor& w, const at::Tensor& e) {
   const at::Tensor regular_e = with_regular_rows(e);
   const at::Tensor regular_w = with_regular_rows(w);
   at::Tensor out = at::empty({rows, m, n}, options);
-  const Shape shape{type, /*a_transposed=*/false, /*batched=*/true, tf32(type),        n, m,
-                    k,    row_alignment(e),       row_alignment(w), e.device().index()};
-  for (int64_t first = 0; first < rows; first += kMostBatches) {
-    const int64_t count = std::min(kMostBatches, rows - first);
-    const at::Tensor part = regular_e.narrow(0, first, count);
-    multiply(shape, m, count, {part.const_data_ptr(), part.stride(1), part.stride(0)},
-             {regular_w.const_data_ptr(), regular_w.stride(0), 0}, out.narrow(0, first, count));
+  const int64_t chain = longest_chain(type, k);
+  for (int64_t first = 0; first < k; first += chain) {
+    const int64_t terms = std::min(chain, k - first);
+    const Shape shape{type,  /*a_transposed=*/false, /*batched=*/true, tf32(type),        n, m,
+                      terms, row_alignment(e),       row_alignment(w), e.device().index()};
+    const at::Tensor part_of_w = regular_w.narrow(1, first, terms);
+    for (int64_t row = 0; row < rows; row += kMostBatches) {
+      const int64_t count = std::min(kMostBatches, rows - row);
+      const at::Tensor part = regular_e.narrow(0, row, count).narrow(1, first, terms);
+      multiply(shape, m, count, {part.const_data_ptr(), part.stride(1), part.stride(0)},
+               {part_of_w.const_data_ptr(), part_of_w.stride(0), 0}, first > 0, out.narrow(0, row, count));
+    }
   }
   return out;
 }
