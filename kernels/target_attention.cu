@@ -119,7 +119,7 @@ bool target_attention_supported(const TargetAttentionProblem& p) {
     return aligned(pointer) && aligned_stride(user, users) && aligned_stride(row, p.length) &&
            aligned_stride(head, p.kv_heads);
   };
-  return sixteen_bit && p.scale > 0 && p.head_dim <= 256 && p.length <= kMost && p.users < kMost &&
+  return sixteen_bit && p.scale >= 0 && p.head_dim <= 256 && p.length <= kMost && p.users < kMost &&
          p.candidates < kMost && p.candidates * rows_of_candidate(p) < kMost && most_tiles(p) < kMost && aligned(p.q) &&
          aligned_stride(p.q_candidate_stride, p.candidates) && aligned_stride(p.q_seed_stride, p.seeds) &&
          aligned_stride(p.q_head_stride, p.q_heads) &&

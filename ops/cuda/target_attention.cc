@@ -2,7 +2,11 @@
 #include "ops/target_attention.h"
 
 #include <ATen/ops/empty.h>
+#include <ATen/ops/neg.h>
 #include <ATen/ops/zeros.h>
+
+#include <cmath>
+#include <vector>
 
 #include "kernels/target_attention_backward.h"
 #include "ops/cuda/call.h"
@@ -21,6 +25,20 @@ struct Job {
   at::Tensor q, k, v, candidate_to_user, kv_lengths, kv_offsets;
   kernels::TargetAttentionProblem problem;
 };
+
+// The tensor, or a copy whose rows the copy engine can address: 16-byte aligned and as far apart. D keeps its size.
+at::Tensor with_aligned_rows(const at::Tensor& tensor) {
+  constexpr int64_t kElements = 8;
+  bool aligned = tensor.stride(-1) == 1 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
+  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) {
+    aligned = aligned && (tensor.size(d) <= 1 || (tensor.stride(d) > 0 && tensor.stride(d) % kElements == 0));
+  }
+  if (aligned) return tensor;
+  std::vector<int64_t> sizes = tensor.sizes().vec();
+  sizes.back() = (sizes.back() + kElements - 1) / kElements * kElements;
+  const at::Tensor rows = at::empty(sizes, tensor.options().memory_format(at::MemoryFormat::Contiguous));
+  return rows.narrow(-1, 0, tensor.size(-1)).copy_(tensor);
+}
 
 Job job_of(const char* op, const AttentionArguments& arguments) {
   TORCH_CHECK_VALUE(arguments.q.size(3) <= kMaxDim, op, ": q has D=", arguments.q.size(3), ", on CUDA at most ",
@@ -81,7 +99,16 @@ std::tuple<at::Tensor, at::Tensor> attention_cuda(const char* op, const Attentio
     logsumexp = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(sum_type(q.scalar_type())));
   }
   if (out.numel() == 0) return {out, logsumexp};
-  Job job = job_of(op, arguments);
+  const bool by_matrix_unit = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
+  at::Tensor regular_q = q, regular_k = arguments.k, regular_v = arguments.v;
+  const double scale = attention_scale(arguments);
+  if (by_matrix_unit) {
+    regular_q = with_aligned_rows(scale < 0 ? q.neg() : q);
+    regular_k = with_aligned_rows(arguments.k);
+    regular_v = with_aligned_rows(arguments.v);
+  }
+  Job job = job_of(op, {regular_q, regular_k, regular_v, arguments.candidate_to_user, arguments.kv_lengths,
+                        arguments.kv_offsets, by_matrix_unit ? std::abs(scale) : scale});
   job.problem.out = out.mutable_data_ptr();
   if (with_logsumexp) job.problem.logsumexp = logsumexp.mutable_data_ptr();
   if (kernels::target_attention_supported(job.problem)) {
