@@ -5,7 +5,7 @@ torch.compile, how many of each request's ten best agree with float64, and `ikbo
 Times are of queued calls (the command) or CUDA graphs (torch.compile, which plays its own), contestants interleaved.
 
 usage: ranker_gpu.py --ikbo build/gpu/cli/ikbo --library build/gpu/ops/libikbo_ops.so --json ranker.json
-                     [--runs full:bf16 small:fp32 ...] [--compile full:bf16 ...] [--agree full:bf16 ...]"""
+                     [--runs full:bf16 small:fp32 ...] [--compile full:bf16 ...] [--agree full:bf16 ...] [--alone ...]"""
 
 import argparse
 import datetime
@@ -68,7 +68,7 @@ class Results:
         self.content = {
             "gpu": torch.cuda.get_device_name(), "driver": driver, "torch": torch.__version__, "cuda": torch.version.cuda,
             "date": datetime.date.today().isoformat(), "source_digest": digest, "floor": floors(), "rows": [],
-            "verify": [], "top10": [],
+            "verify": [], "top10": [], "alone": [],
         }  # fmt: skip
 
     def add(self, kind, *entries):
@@ -155,6 +155,32 @@ def agreement(options, results, config, dtype):
 
 
 @torch.no_grad()
+def alone(options, results, config, dtype):
+    """How far a whole model's scores move when a request, or one candidate, is scored alone: the ikbo operators give the
+    same bits, PyTorch's own products and reductions choose their kernels by the batch."""
+    folder = archives_of(options, config, dtype)
+    inputs, index = drawn(config, dtype, 11)
+    entry = {"case": {"model": config, "dtype": dtype}}
+    for mode in ("broadcast", "ikbo"):
+        module = module_of(folder, mode)
+        together = module(inputs, index)
+
+        def part(user, first, count):
+            rows = slice(user * ranker.CANDIDATES + first, user * ranker.CANDIDATES + first + count)
+            own = {n: t[user : user + 1] if ranker.is_user(n) else t[rows] for n, t in inputs.items()}
+            given = module(own, torch.zeros(count, dtype=torch.int32, device="cuda"))
+            return (given - together[rows]).abs().max().item()
+
+        entry[mode] = {
+            "one_request": max(part(user, 0, ranker.CANDIDATES) for user in range(ranker.REQUESTS)),
+            "one_candidate": max(part(user, user, 1) for user in range(ranker.REQUESTS)),
+            "largest_score": together.abs().max().item(),
+        }
+    results.add("alone", entry)
+    print(f"alone, {config} {dtype}: " + "; ".join(f"{m} {entry[m]}" for m in ("broadcast", "ikbo")), flush=True)
+
+
+@torch.no_grad()
 def compiled(options, results, config, dtype):
     folder = archives_of(options, config, dtype)
     inputs, index = drawn(config, dtype, 7)
@@ -198,13 +224,14 @@ def main():
     parser.add_argument("--runs", type=case, nargs="*", default=[("full", "bf16"), ("full", "fp16"), ("full", "fp32"), ("small", "fp32")])
     parser.add_argument("--verify", type=case, nargs="*", default=[("small", "fp32"), ("full", "fp32")])
     parser.add_argument("--agree", type=case, nargs="*", default=[("full", "bf16"), ("full", "fp16")])
+    parser.add_argument("--alone", type=case, nargs="*", default=[("full", "bf16"), ("small", "fp32")])
     parser.add_argument("--compile", type=case, nargs="*", default=[("full", "bf16")])
     options = parser.parse_args()
     os.environ["IKBO_LIBRARY"] = str(options.library.resolve())
     import ikbo  # noqa: F401  registers the operators
 
     results = Results(options.json)
-    for step, cases in ((bench, options.runs), (verify, options.verify), (agreement, options.agree), (compiled, options.compile)):
+    for step, cases in ((bench, options.runs), (verify, options.verify), (agreement, options.agree), (alone, options.alone), (compiled, options.compile)):
         for config, dtype in cases:
             try:
                 step(options, results, config, dtype)
