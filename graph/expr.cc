@@ -186,7 +186,9 @@ Expr::Expr(std::int64_t value) {
 
 Expr Expr::symbol(std::string name) {
   auto atom = std::make_shared<Atom>();
-  atom->key = "Symbol('" + name + "', positive=True, integer=True)";
+  // To SymPy assumptions are part of a symbol, so they are those that PyTorch gives it: sizes of inputs (s0) are
+  // positive, sizes that depend on data (u0) are not known to be.
+  atom->key = "Symbol('" + name + (name.starts_with("u") ? "', integer=True)" : "', positive=True, integer=True)");
   atom->name = std::move(name);
   Expr e;
   e.terms_.emplace(Monomial{{atom}, atom->key}, 1);

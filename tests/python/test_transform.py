@@ -308,3 +308,46 @@ def test_direct_adoption_agrees_with_the_transform(tmp_path):
         by_hand = model.second(hidden).squeeze(1)
         given = torch.export.load(tmp_path / "m.ikbo.pt2").module()(rows, index)
     torch.testing.assert_close(given, by_hand)
+
+
+class SizesOfData(nn.Module):
+    """Products of pairs of fields, picked by a mask: a size that depends on data (FuxiCTR's inner product layer)."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("pairs", torch.ones(4, 4).triu(1).bool())
+
+    def forward(self, x):
+        fields = torch.stack([x["user_a"], x["user_b"], x["item_a"], x["item_b"]], 1)
+        products = torch.bmm(fields, fields.transpose(1, 2))
+        return torch.masked_select(products, self.pairs).view(-1, 6).sum(1)
+
+
+def test_sizes_that_depend_on_data(tmp_path):
+    check(SizesOfData(), {name: torch.randn(8, 5) for name in ("user_a", "user_b", "item_a", "item_b")}, tmp_path)
+
+
+class OneLookup(nn.Module):
+    """History and target concatenated before one lookup, then split again; features of items in constant tables (CASES
+    19, 27)."""
+
+    def __init__(self):
+        super().__init__()
+        self.items = nn.Embedding(20, 6)
+        self.register_buffer("category_of", torch.randint(5, (20,)))
+        self.categories = nn.Embedding(5, 3)
+        self.unit = nn.Linear(36, 1)
+
+    def forward(self, x):
+        ids = torch.cat([x["user_history"], x["item"].unsqueeze(1)], 1)
+        both = torch.cat([self.items(ids), self.categories(self.category_of[ids])], 2)
+        history, target = both[:, :-1], both[:, -1:].expand(-1, 7, -1)
+        weights = self.unit(torch.cat([history, target, history - target, history * target], 2))
+        return (weights * history).sum(1) @ torch.ones(9)
+
+
+def test_history_and_target_in_one_lookup(tmp_path):
+    example = {"user_history": torch.randint(20, (8, 7)), "item": torch.randint(20, (8,))}
+    check(OneLookup(), example, tmp_path)
+    lookups = [n for n, o in roles(tmp_path / "model.ikbo.pt2").items() if o["role"] == "request-only" and "embedding" in n]
+    assert lookups, "the history's embeddings are looked up once a user"

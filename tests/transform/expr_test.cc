@@ -23,6 +23,9 @@ TEST(Expr, EqualSizesCompareEqualHoweverWritten) {
 TEST(Expr, ReadsAndWritesSrepr) {
   const char* text = "Mul(Integer(50), Symbol('s3', positive=True, integer=True))";
   EXPECT_EQ(Expr::parse(text), kB * 50);
+  for (const char* symbol : {"Symbol('s3', positive=True, integer=True)", "Symbol('u0', integer=True)"}) {
+    EXPECT_EQ(Expr::parse(symbol).srepr(), symbol);
+  }
   for (const Expr& e : {kB * 50, kB * kL + 3, Expr::call("FloorDiv", {kB + 1, 2}), Expr(-4), Expr(0),
                         Expr::call("Max", {kB, Expr::call("Mod", {kL, 4})}) * kB}) {
     EXPECT_EQ(Expr::parse(e.srepr()), e) << e.srepr();
