@@ -2,7 +2,8 @@
 //
 // Four warps bring the data: one draws tiles and copies blocks of keys and values (bulk copies), three gather the query
 // rows of the tile after. Two warpgroups of 64 rows each multiply: while one has the matrix unit, the other does its
-// softmax, and within a warpgroup the products with the values of one block run beside the softmax of the next.
+// softmax, and within a warpgroup the products with the values of one block run beside the softmax of the next. Tiles
+// follow each other without a gap: the last values of one are multiplied beside the first keys of the next.
 #pragma once
 
 #include "kernels/hopper/cp_async.h"
@@ -75,13 +76,15 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
     at.advance();
     return tile;
   };
-  // A tile is drawn before the one in front of it is copied, so that its queries are there in time.
+  // The next tile is drawn once a tile's first block is on its way: early enough for its queries to be there in time,
+  // and while the copies that are queued last.
   AttentionTile next = draw();
   while (next.rows > 0) {
     const AttentionTile tile = next;
-    next = draw();
     const int user = params.problem.kv_offsets != nullptr ? 0 : tile.user;
-    for (int block = blocks_of(tile, KEYS) - 1; block >= 0; --block) {
+    const int blocks = blocks_of(tile, KEYS);
+    if (blocks == 0) next = draw();
+    for (int block = blocks - 1; block >= 0; --block) {
       const int row = tile.kv_first + block * KEYS;
       mbarrier_wait(&memory.k_empty[stage.slot], stage.parity ^ 1);
       mbarrier_arrive_expect_bytes(&memory.k_full[stage.slot], kBlockBytes);
@@ -96,6 +99,7 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
                        tile.kv_head, user);
       }
       stage.advance();
+      if (block == blocks - 1) next = draw();
     }
   }
 }
@@ -158,39 +162,74 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
 }
 
 // ---- The softmax of a warpgroup's 64 rows. A thread has two of them, 8 apart.
+// Largest of a block, for a thread's two rows, over the four threads that share them. NaN is passed over: the sums keep
+// it.
 template <int KEYS>
-__device__ __forceinline__ void mask_tail(float (&s)[KEYS / 2], int valid) {
-  const int column = 2 * (static_cast<int>(threadIdx.x) % 4);
+__device__ __forceinline__ void max_of_block(const float (&s)[KEYS / 2], float (&largest)[2]) {
+  float part[4] = {s[0], s[1], s[2], s[3]};
 #pragma unroll
-  for (int i = 0; i < KEYS / 2; ++i) {
-    if (i / 4 * 8 + column + i % 2 >= valid) s[i] = -infinity<float>();
-  }
-}
-
-// Largest of a thread's two rows over the four threads that share them. NaN is passed over: the sums keep it.
-template <int KEYS>
-__device__ __forceinline__ void raise_max(const float (&s)[KEYS / 2], float (&row_max)[2]) {
-#pragma unroll
-  for (int i = 0; i < KEYS / 2; ++i) row_max[i / 2 % 2] = fmaxf(row_max[i / 2 % 2], s[i]);
+  for (int i = 4; i < KEYS / 2; ++i) part[i % 4] = fmaxf(part[i % 4], s[i]);
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    row_max[h] = fmaxf(row_max[h], __shfl_xor_sync(0xffff'ffff, row_max[h], 1));
-    row_max[h] = fmaxf(row_max[h], __shfl_xor_sync(0xffff'ffff, row_max[h], 2));
+    largest[h] = fmaxf(part[2 * h], part[2 * h + 1]);
+    largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffff'ffff, largest[h], 1));
+    largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffff'ffff, largest[h], 2));
   }
 }
 
-// s becomes the weights, and their sum is added to the thread's own part of row_sum.
-template <int KEYS>
-__device__ __forceinline__ void weigh_block(float (&s)[KEYS / 2], const float (&row_max)[2], float (&row_sum)[2],
-                                            float scale_log2) {
+// What the weights of a thread's two rows are relative to, as an exponent of 2, and this thread's part of their sum.
+struct RowState {
   float shift[2];
-#pragma unroll
-  for (int h = 0; h < 2; ++h) shift[h] = row_max[h] * scale_log2;
+  float sum[2];
+};
+
+// s becomes the weights, and their sum is added to the thread's own part.
+template <int KEYS>
+__device__ __forceinline__ void weigh_block(float (&s)[KEYS / 2], RowState& rows, float scale_log2) {
 #pragma unroll
   for (int i = 0; i < KEYS / 2; ++i) {
-    s[i] = hopper::exp2_approximate(fmaf(s[i], scale_log2, -shift[i / 2 % 2]));
-    row_sum[i / 2 % 2] += s[i];
+    s[i] = hopper::exp2_approximate(fmaf(s[i], scale_log2, -rows.shift[i / 2 % 2]));
+    rows.sum[i / 2 % 2] += s[i];
   }
+}
+
+// A row without a finite logit so far is relative to this instead of to infinity.
+constexpr float kLowestShift = -1e37f;
+// The shift follows the largest logit only when that is further above it than this: weights of up to 2^8 cost nothing,
+// and the sums so far are seldom scaled.
+constexpr float kSlack = 8;
+
+template <int KEYS>
+__device__ __forceinline__ void weigh_first_block(float (&s)[KEYS / 2], RowState& rows, float scale_log2) {
+  float largest[2];
+  max_of_block<KEYS>(s, largest);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    rows.shift[h] = fmaxf(__fmul_rn(largest[h], scale_log2), kLowestShift);
+    rows.sum[h] = 0;
+  }
+  weigh_block<KEYS>(s, rows, scale_log2);
+}
+
+// Returns whether a row of this warp has a correction other than 1 to apply to its output.
+template <int KEYS>
+__device__ __forceinline__ bool weigh_next_block(float (&s)[KEYS / 2], RowState& rows, float (&correction)[2],
+                                                 float scale_log2) {
+  float largest[2];
+  max_of_block<KEYS>(s, largest);
+  bool moved = false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    // The same rounded products for the weights and for the correction, so that large logits do not part them.
+    const float shift = __fmul_rn(largest[h], scale_log2);
+    const bool moves = shift > rows.shift[h] + kSlack;
+    correction[h] = moves ? hopper::exp2_approximate(rows.shift[h] - shift) : 1.0f;
+    rows.shift[h] = moves ? shift : rows.shift[h];
+    rows.sum[h] *= correction[h];
+    moved |= moves;
+  }
+  weigh_block<KEYS>(s, rows, scale_log2);
+  return __any_sync(0xffff'ffff, moved);
 }
 
 template <typename T>
@@ -219,6 +258,15 @@ class Consumer {
   static constexpr uint32_t kKeyPanelBytes = KEYS * 128;
   static constexpr uint32_t kFirstTurn = 2;  // names of the barriers by which the warpgroups take turns
   static constexpr uint32_t kOwn = 4;        // and of those within one
+  // A tile begins beside the end of the one before, whose queries' buffer is given back only then.
+  static constexpr bool kChains = Memory::kQueryBuffers > 1;
+
+  struct Work {
+    bool has_rows = false;  // else there is no more
+    bool has_user = false;
+    int kv_length = 0;
+    int slot = 0;  // of the queries
+  };
 
  public:
   __device__ Consumer(const AttentionParams& params, Memory& memory, int number)
@@ -226,26 +274,43 @@ class Consumer {
 
   __device__ void run() {
     using namespace hopper;
-    RingPosition<kTileSlots> at;
+    float o[DIM / 2];
+    float s[KEYS / 2];
+    uint32_t weights[KEYS / 16][4];
+    RowState rows;
     // The first turn is the first warpgroup's.
     if (number_ == 1) named_barrier_arrive(kFirstTurn, kConsumers * kWarpgroup);
+    Work work = take_work();
     while (true) {
-      mbarrier_wait(&memory_.tile_full[at.slot], at.parity);
-      const AttentionTile tile = memory_.tile[at.slot];
-      mbarrier_arrive(&memory_.tile_empty[at.slot]);
-      at.advance();
-      if (tile.rows == 0) return;
-      mbarrier_wait(&memory_.q_full[buffer_.slot], buffer_.parity);
-      attend(tile);
-      buffer_.advance();
+      while (work.has_rows && work.kv_length == 0) {
+        fill(work);
+        work = take_work();
+      }
+      if (!work.has_rows) return;
+      begin(work, s, weights, rows);
+      for (bool chained = true; chained;) {
+        const int blocks = (work.kv_length + KEYS - 1) / KEYS;
+        const int tail = work.kv_length - (blocks - 1) * KEYS;
+        for (int i = 1; i < blocks; ++i) step(i, tail, s, o, weights, rows, work.slot);
+        Work next{};
+        if constexpr (kChains) next = take_work();
+        chained = next.kv_length > 0;
+        if (chained) {
+          chain(blocks, tail, s, o, weights, rows, work, next);
+        } else {
+          finish(blocks, tail, o, weights, rows, work);
+          if constexpr (!kChains) next = take_work();
+        }
+        work = next;
+      }
     }
   }
 
  private:
-  __device__ __forceinline__ void start_scores(float (&s)[KEYS / 2], int slot) {
+  __device__ __forceinline__ void start_scores(float (&s)[KEYS / 2], int queries) {
     using namespace hopper;
-    const uint32_t q = descriptor_of(&memory_.q[buffer_.slot][0][number_ * 64][0]);
-    const uint32_t k = descriptor_of(&memory_.k[slot][0][0][0]);
+    const uint32_t q = descriptor_of(&memory_.q[queries][0][number_ * 64][0]);
+    const uint32_t k = descriptor_of(&memory_.k[keys_.slot][0][0][0]);
 #pragma unroll
     for (int i = 0; i < DIM / 16; ++i) {
       const uint32_t q_offset = descriptor_offset(i / 4 * kQueryPanelBytes + i % 4 * 32);
@@ -255,10 +320,10 @@ class Consumer {
     wgmma_commit_group();
   }
 
-  __device__ __forceinline__ void start_output(float (&o)[DIM / 2], const uint32_t (&weights)[KEYS / 16][4], int slot,
+  __device__ __forceinline__ void start_output(float (&o)[DIM / 2], const uint32_t (&weights)[KEYS / 16][4],
                                                bool accumulate) {
     using namespace hopper;
-    const uint32_t v = panelled_descriptor_of(&memory_.v[slot][0][0][0], kKeyPanelBytes);
+    const uint32_t v = panelled_descriptor_of(&memory_.v[values_.slot][0][0][0], kKeyPanelBytes);
 #pragma unroll
     for (int i = 0; i < KEYS / 16; ++i) {
       WgmmaRegisters<T, DIM>::multiply(o, weights[i], swizzled_descriptor(v + descriptor_offset(i * 16 * 128)),
@@ -268,13 +333,14 @@ class Consumer {
   }
 
   // What follows a history is another user's, or was never written: a weight of 0 would not keep its NaN out.
-  __device__ void clear_tail_of_values(int slot, int valid) {
+  __device__ void clear_tail_of_values(int valid) {
     using namespace hopper;
     if (valid == KEYS) return;
+    mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
     for (int i = thread_; i < kPanels * (KEYS - valid) * 8; i += kWarpgroup) {
       const int row = valid + i / 8 % (KEYS - valid);
       const int panel = i / 8 / (KEYS - valid);
-      reinterpret_cast<uint4*>(memory_.v[slot][panel][row])[i % 8] = uint4{0, 0, 0, 0};
+      reinterpret_cast<uint4*>(memory_.v[values_.slot][panel][row])[i % 8] = uint4{0, 0, 0, 0};
     }
     fence_proxy_async_shared();
     named_barrier_sync(kOwn + number_, kWarpgroup);
@@ -285,135 +351,219 @@ class Consumer {
     if (thread_ % 32 == 0) hopper::mbarrier_arrive(barrier);
   }
 
-  __device__ void attend(const AttentionTile& tile) {
+  // The next tile, once its queries are there.
+  __device__ Work take_work() {
     using namespace hopper;
-    float o[DIM / 2] = {};
-    float row_max[2] = {-infinity<float>(), -infinity<float>()};
-    float row_sum[2] = {0, 0};
-    const int blocks = blocks_of(tile, KEYS);
-    if (blocks > 0) {
-      float s[KEYS / 2];
-      uint32_t weights[KEYS / 16][4];
-      const int tail = tile.kv_length - (blocks - 1) * KEYS;
-      mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
-      wgmma_fence();
-      start_scores(s, keys_.slot);
-      wgmma_wait_group<0>();
-      pin_registers(s);
-      release(&memory_.k_empty[keys_.slot]);
-      keys_.advance();
-      if (tail < KEYS) mask_tail<KEYS>(s, tail);
-      raise_max<KEYS>(s, row_max);
-      weigh_block<KEYS>(s, row_max, row_sum, params_.scale_log2);
-      narrow_weights<T, KEYS>(s, weights);
-
-      for (int block = blocks - 2; block >= 0; --block) {
-        mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
-        const bool first = block == blocks - 2;
-        if (first) {
-          mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
-          clear_tail_of_values(values_.slot, tail);
-        }
-        named_barrier_sync(kFirstTurn + number_, kConsumers * kWarpgroup);
-        wgmma_fence();
-        start_scores(s, keys_.slot);
-        if (!first) mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
-        start_output(o, weights, values_.slot, !first);
-        named_barrier_arrive(kFirstTurn + (number_ ^ 1), kConsumers * kWarpgroup);
-        wgmma_wait_group<1>();
-        pin_registers(s);
-        release(&memory_.k_empty[keys_.slot]);
-        keys_.advance();
-        const float before[2] = {row_max[0], row_max[1]};
-        raise_max<KEYS>(s, row_max);
-        float correction[2];
-#pragma unroll
-        for (int h = 0; h < 2; ++h) {
-          // Equal infinities too.
-          correction[h] =
-              before[h] == row_max[h] ? 1.0f : hopper::exp2_approximate((before[h] - row_max[h]) * params_.scale_log2);
-          row_sum[h] *= correction[h];
-        }
-        weigh_block<KEYS>(s, row_max, row_sum, params_.scale_log2);
-        wgmma_wait_group<0>();
-        pin_registers(o);
-        release(&memory_.v_empty[values_.slot]);
-        values_.advance();
-        narrow_weights<T, KEYS>(s, weights);
-#pragma unroll
-        for (int i = 0; i < DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
-      }
-      mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
-      if (blocks == 1) clear_tail_of_values(values_.slot, tail);
-      wgmma_fence();
-      start_output(o, weights, values_.slot, blocks > 1);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        row_sum[h] += __shfl_xor_sync(0xffff'ffff, row_sum[h], 1);
-        row_sum[h] += __shfl_xor_sync(0xffff'ffff, row_sum[h], 2);
-      }
-      wgmma_wait_group<0>();
-      pin_registers(o);
-      release(&memory_.v_empty[values_.slot]);
-      values_.advance();
+    mbarrier_wait(&memory_.tile_full[tile_.slot], tile_.parity);
+    const AttentionTile& tile = memory_.tile[tile_.slot];
+    const Work work{tile.rows > 0, tile.user >= 0, tile.kv_length, queries_.slot};
+    mbarrier_arrive(&memory_.tile_empty[tile_.slot]);
+    tile_.advance();
+    if (work.has_rows) {
+      mbarrier_wait(&memory_.q_full[queries_.slot], queries_.parity);
+      queries_.advance();
     }
-    store(tile, o, row_max, row_sum);
+    return work;
   }
 
-  // Rounds, and writes whole rows through the place where this warpgroup's queries were.
-  __device__ void store(const AttentionTile& tile, float (&o)[DIM / 2], const float (&row_max)[2],
-                        const float (&row_sum)[2]) {
+  __device__ __forceinline__ void wait_for_scores(float (&s)[KEYS / 2], bool output_runs) {
     using namespace hopper;
+    if (output_runs) {
+      wgmma_wait_group<1>();
+    } else {
+      wgmma_wait_group<0>();
+    }
+    pin_registers(s);
+    release(&memory_.k_empty[keys_.slot]);
+    keys_.advance();
+  }
+
+  __device__ __forceinline__ void wait_for_output(float (&o)[DIM / 2]) {
+    using namespace hopper;
+    wgmma_wait_group<0>();
+    pin_registers(o);
+    release(&memory_.v_empty[values_.slot]);
+    values_.advance();
+  }
+
+  // The scores of the next block of keys and the products with the values of the block before, in this warpgroup's
+  // turn.
+  __device__ __forceinline__ void start_both(float (&s)[KEYS / 2], float (&o)[DIM / 2],
+                                             const uint32_t (&weights)[KEYS / 16][4], int queries, bool first_values,
+                                             int tail) {
+    using namespace hopper;
+    mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
+    if (first_values) clear_tail_of_values(tail);
+    named_barrier_sync(kFirstTurn + number_, kConsumers * kWarpgroup);
+    wgmma_fence();
+    start_scores(s, queries);
+    mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
+    start_output(o, weights, !first_values);
+    named_barrier_arrive(kFirstTurn + (number_ ^ 1), kConsumers * kWarpgroup);
+    wait_for_scores(s, true);
+  }
+
+  // A tile's first block, the one that is masked, alone.
+  __device__ __forceinline__ void begin(const Work& work, float (&s)[KEYS / 2], uint32_t (&weights)[KEYS / 16][4],
+                                        RowState& rows) {
+    using namespace hopper;
+    mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
+    wgmma_fence();
+    start_scores(s, work.slot);
+    wait_for_scores(s, false);
+    mask_tail(s, work.kv_length);
+    weigh_first_block<KEYS>(s, rows, params_.scale_log2);
+    narrow_weights<T, KEYS>(s, weights);
+  }
+
+  // Block `number` of a tile.
+  __device__ __forceinline__ void step(int number, int tail, float (&s)[KEYS / 2], float (&o)[DIM / 2],
+                                       uint32_t (&weights)[KEYS / 16][4], RowState& rows, int queries) {
+    start_both(s, o, weights, queries, number == 1, tail);
+    float correction[2];
+    const bool corrects = weigh_next_block<KEYS>(s, rows, correction, params_.scale_log2);
+    wait_for_output(o);
+    narrow_weights<T, KEYS>(s, weights);
+    if (corrects) {
+#pragma unroll
+      for (int i = 0; i < DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
+    }
+  }
+
+  // The last values of a tile beside the first keys of the next.
+  __device__ __forceinline__ void chain(int blocks, int tail, float (&s)[KEYS / 2], float (&o)[DIM / 2],
+                                        uint32_t (&weights)[KEYS / 16][4], RowState& rows, const Work& work,
+                                        const Work& next) {
+    start_both(s, o, weights, next.slot, blocks == 1, tail);
+    mask_tail(s, next.kv_length);
+    const RowState ended = rows;
+    weigh_first_block<KEYS>(s, rows, params_.scale_log2);
+    wait_for_output(o);
+    narrow_weights<T, KEYS>(s, weights);
+    store(o, ended, work.slot);
+  }
+
+  // The last values of a tile, alone.
+  __device__ __forceinline__ void finish(int blocks, int tail, float (&o)[DIM / 2],
+                                         const uint32_t (&weights)[KEYS / 16][4], const RowState& rows,
+                                         const Work& work) {
+    using namespace hopper;
+    if (blocks == 1) clear_tail_of_values(tail);
+    mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
+    wgmma_fence();
+    start_output(o, weights, blocks > 1);
+    wait_for_output(o);
+    store(o, rows, work.slot);
+  }
+
+  // Only the first block that is read, the last one of the history, can be partial.
+  __device__ __forceinline__ void mask_tail(float (&s)[KEYS / 2], int kv_length) {
+    const int tail = kv_length - (kv_length - 1) / KEYS * KEYS;
+    if (tail == KEYS) return;
+    const int column = 2 * (thread_ % 4);
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      if (i / 4 * 8 + column + i % 2 >= tail) s[i] = -infinity<float>();
+    }
+  }
+
+  __device__ int64_t out_row(int slot, int half) const {
+    return memory_.out_row[slot][number_ * 64 + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * half];
+  }
+
+  // Rounds, and writes out straight from the registers: the four threads of a row exchange their pairs of columns, so
+  // that each writes 16 bytes.
+  __device__ __forceinline__ void store(float (&o)[DIM / 2], const RowState& rows, int slot) {
     const TargetAttentionProblem& p = params_.problem;
-    const int lane = thread_ % 32;
-    const int own_row = number_ * 64 + thread_ / 32 * 16 + lane / 4;
+    const int quarter = thread_ % 4;
+    int64_t number[2];
     float factor[2];
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      factor[h] = tile.user < 0 ? quiet_nan<float>() : (tile.kv_length > 0 ? 1 / row_sum[h] : 0.0f);
-      const int64_t number = memory_.out_row[buffer_.slot][own_row + 8 * h];
-      if (p.logsumexp != nullptr && lane % 4 == 0 && number >= 0) {
-        const float value = row_max[h] * static_cast<float>(p.scale) + logf(row_sum[h]);
-        static_cast<float*>(p.logsumexp)[number] =
-            tile.user < 0 ? quiet_nan<float>() : (tile.kv_length > 0 ? value : -infinity<float>());
+      float sum = rows.sum[h];
+      sum += __shfl_xor_sync(0xffff'ffff, sum, 1);
+      sum += __shfl_xor_sync(0xffff'ffff, sum, 2);
+      factor[h] = 1 / sum;
+      number[h] = out_row(slot, h);
+      if (p.logsumexp != nullptr && quarter == 0 && number[h] >= 0) {
+        constexpr float kLn2 = 0.6931471805599453f;
+        static_cast<float*>(p.logsumexp)[number[h]] = (rows.shift[h] + log2f(sum)) * kLn2;
       }
     }
-    named_barrier_sync(kOwn + number_, kWarpgroup);  // all have read their queries
+    hopper::mbarrier_arrive(&memory_.q_empty[slot]);
 #pragma unroll
-    for (int i = 0; i < DIM / 4; ++i) {
-      const int row = own_row + 8 * (i % 2);
-      const int chunk = i / 2;  // 8 columns
-      const uint32_t pair = pack<T>(o[2 * i] * factor[i % 2], o[2 * i + 1] * factor[i % 2]);
-      auto* const place = reinterpret_cast<unsigned char*>(memory_.q[buffer_.slot][chunk / 8][row]);
-      *reinterpret_cast<uint32_t*>(place + ((chunk % 8) ^ (row & 7)) * 16 + lane % 4 * 4) = pair;
-    }
-    named_barrier_sync(kOwn + number_, kWarpgroup);
-    constexpr int kChunksOfRow = DIM / 8;
-#pragma unroll 4
-    for (int i = thread_; i < 64 * kChunksOfRow; i += kWarpgroup) {
-      const int row = number_ * 64 + i / kChunksOfRow;
-      const int chunk = i % kChunksOfRow;
-      const int64_t number = memory_.out_row[buffer_.slot][row];
-      if (number < 0 || chunk * 8 >= p.head_dim) continue;
-      const uint4 held = *reinterpret_cast<const uint4*>(
-          reinterpret_cast<const unsigned char*>(memory_.q[buffer_.slot][chunk / 8][row]) +
-          ((chunk % 8) ^ (row & 7)) * 16);
-      T* const to = static_cast<T*>(p.out) + number * p.head_dim + chunk * 8;
-      if (params_.rows_by_vectors) {
-        *reinterpret_cast<uint4*>(to) = held;
-      } else {
-        const T* const elements = reinterpret_cast<const T*>(&held);
-        for (int e = 0; e < 8 && chunk * 8 + e < p.head_dim; ++e) to[e] = elements[e];
+    for (int h = 0; h < 2; ++h) {
+      T* const row = static_cast<T*>(p.out) + number[h] * p.head_dim;
+#pragma unroll
+      for (int i = 0; i < DIM / 32; ++i) {
+        uint32_t pair[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* from = &o[4 * (4 * i + j) + 2 * h];
+          pair[j] = pack<T>(from[0] * factor[h], from[1] * factor[h]);
+        }
+        transpose_of_four(pair, quarter);
+        const int column = 32 * i + 8 * quarter;
+        if (number[h] >= 0 && column < p.head_dim) write(row, column, pair);
       }
     }
-    mbarrier_arrive(&memory_.q_empty[buffer_.slot]);
+  }
+
+  // pair[j] of thread i becomes pair[i] of thread j, among four neighbours.
+  static __device__ __forceinline__ void transpose_of_four(uint32_t (&pair)[4], int quarter) {
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+      const bool upper = (quarter & distance) != 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if ((j & distance) != 0) continue;
+        const uint32_t sent = upper ? pair[j] : pair[j + distance];
+        const uint32_t got = __shfl_xor_sync(0xffff'ffff, sent, distance);
+        pair[j] = upper ? got : pair[j];
+        pair[j + distance] = upper ? pair[j + distance] : got;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write(T* row, int column, const uint32_t (&pair)[4]) {
+    const TargetAttentionProblem& p = params_.problem;
+    if (params_.rows_by_vectors) {
+      *reinterpret_cast<uint4*>(row + column) = uint4{pair[0], pair[1], pair[2], pair[3]};
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const auto bits = static_cast<uint16_t>(pair[j / 2] >> (j % 2 * 16));
+      if (column + j < p.head_dim) reinterpret_cast<uint16_t*>(row)[column + j] = bits;
+    }
+  }
+
+  // Rows without history, or of a user that does not exist.
+  __device__ void fill(const Work& work) {
+    const TargetAttentionProblem& p = params_.problem;
+    const float value = work.has_user ? 0.0f : quiet_nan<float>();
+    const uint32_t pair[4] = {pack<T>(value, value), pack<T>(value, value), pack<T>(value, value),
+                              pack<T>(value, value)};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const int64_t number = out_row(work.slot, h);
+      if (number < 0) continue;
+      for (int column = 8 * (thread_ % 4); column < p.head_dim; column += 32) {
+        write(static_cast<T*>(p.out) + number * p.head_dim, column, pair);
+      }
+      if (p.logsumexp != nullptr && thread_ % 4 == 0) {
+        static_cast<float*>(p.logsumexp)[number] = work.has_user ? -infinity<float>() : value;
+      }
+    }
+    hopper::mbarrier_arrive(&memory_.q_empty[work.slot]);
   }
 
   const AttentionParams& params_;
   Memory& memory_;
   int number_;
   int thread_;  // of the warpgroup
-  RingPosition<Memory::kQueryBuffers> buffer_;
+  RingPosition<kTileSlots> tile_;
+  RingPosition<Memory::kQueryBuffers> queries_;
   RingPosition<kStages> keys_;
   RingPosition<kStages> values_;
 };
