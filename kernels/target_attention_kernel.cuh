@@ -1,7 +1,7 @@
 // Target attention on the matrix unit: a persistent CTA takes tiles of 128 packed query rows of one user and key head.
 //
-// Four warps bring the data: one draws tiles and copies blocks of keys and values (bulk copies), three gather the query
-// rows of the tile after. Two warpgroups of 64 rows each multiply: while one has the matrix unit, the other does its
+// Four warps bring the data: one draws tiles, one copies blocks of keys and values (bulk copies), two gather the query
+// rows of the next tile. Two warpgroups of 64 rows each multiply: while one has the matrix unit, the other does its
 // softmax, and within a warpgroup the products with the values of one block run beside the softmax of the next. Tiles
 // follow each other without a gap: the last values of one are multiplied beside the first keys of the next.
 #pragma once
@@ -19,7 +19,8 @@ namespace ikbo::kernels {
 constexpr int kConsumers = 2;
 constexpr int kWarpgroup = 128;
 constexpr int kAttentionThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kLoaders = 96;
+constexpr int kLoaders = 64;
+constexpr int kReaders = 1 + kLoaders + kConsumers * kWarpgroup;  // of a drawn tile
 constexpr int kTileSlots = 2;
 constexpr int kStages = 2;
 constexpr int kPanel = 64;  // elements of D in 128 bytes
@@ -58,7 +59,26 @@ __device__ inline int blocks_of(const AttentionTile& tile, int keys) {
   return (tile.kv_length + keys - 1) / keys;
 }
 
-// ---- One thread draws tiles and copies keys and values, the last block first: it is the one that is masked.
+// ---- One thread draws tiles, a tile ahead of the copies. It has a warp of its own: a draw takes longer than the
+// copies can wait.
+template <typename T, int DIM, int KEYS>
+__device__ void draw_tiles(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory) {
+  using namespace hopper;
+  RingPosition<kTileSlots> at;
+  const uint32_t tiles = params.workspace.header->tile_count;
+  uint32_t number = blockIdx.x;
+  while (true) {
+    const AttentionTile tile = number < tiles ? params.workspace.tiles[number] : AttentionTile{};
+    memory.tile[at.slot] = tile;
+    mbarrier_arrive(&memory.tile_full[at.slot]);
+    if (tile.rows == 0) return;
+    at.advance();
+    mbarrier_wait(&memory.tile_empty[at.slot], at.parity ^ 1);
+    number = gridDim.x + atomicAdd(&params.workspace.header->next_tile, 1u);
+  }
+}
+
+// ---- One thread copies keys and values, the last block first: it is the one that is masked.
 template <typename T, int DIM, int KEYS>
 __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory) {
   using namespace hopper;
@@ -66,25 +86,18 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
   constexpr uint32_t kBlockBytes = sizeof(memory.k[0]);
   RingPosition<kTileSlots> at;
   RingPosition<kStages> stage;
-  const uint32_t tiles = params.workspace.header->tile_count;
-  const auto draw = [&] {
-    mbarrier_wait(&memory.tile_empty[at.slot], at.parity ^ 1);
-    const uint32_t number = atomicAdd(&params.workspace.header->next_tile, 1u);
-    const AttentionTile tile = number < tiles ? params.workspace.tiles[number] : AttentionTile{};
-    memory.tile[at.slot] = tile;
-    mbarrier_arrive(&memory.tile_full[at.slot]);
+  bool is_first = true;
+  while (true) {
+    mbarrier_wait(&memory.tile_full[at.slot], at.parity);
+    const AttentionTile tile = memory.tile[at.slot];
+    if (tile.rows == 0) return;
     at.advance();
-    return tile;
-  };
-  // The next tile is drawn once a tile's first block is on its way: early enough for its queries to be there in time,
-  // and while the copies that are queued last.
-  AttentionTile next = draw();
-  while (next.rows > 0) {
-    const AttentionTile tile = next;
+    static_assert(kTileSlots == 2, "the next slot is that of the tile before");
+    // That is given back only now, so that no tile is drawn long before it is needed.
+    if (!is_first) mbarrier_arrive(&memory.tile_empty[at.slot]);
+    is_first = false;
     const int user = params.problem.kv_offsets != nullptr ? 0 : tile.user;
-    const int blocks = blocks_of(tile, KEYS);
-    if (blocks == 0) next = draw();
-    for (int block = blocks - 1; block >= 0; --block) {
+    for (int block = blocks_of(tile, KEYS) - 1; block >= 0; --block) {
       const int row = tile.kv_first + block * KEYS;
       mbarrier_wait(&memory.k_empty[stage.slot], stage.parity ^ 1);
       mbarrier_arrive_expect_bytes(&memory.k_full[stage.slot], kBlockBytes);
@@ -99,12 +112,11 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
                        tile.kv_head, user);
       }
       stage.advance();
-      if (block == blocks - 1) next = draw();
     }
   }
 }
 
-// ---- Three warps gather the query rows of a tile, wherever their candidates stand.
+// ---- Two warps gather the query rows of a tile, wherever their candidates stand.
 template <typename T, int DIM, int KEYS>
 __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory, int thread) {
   using namespace hopper;
@@ -195,9 +207,6 @@ __device__ __forceinline__ void weigh_block(float (&s)[KEYS / 2], RowState& rows
 
 // A row without a finite logit so far is relative to this instead of to infinity.
 constexpr float kLowestShift = -1e37f;
-// The shift follows the largest logit only when that is further above it than this: weights of up to 2^8 cost nothing,
-// and the sums so far are seldom scaled.
-constexpr float kSlack = 8;
 
 template <int KEYS>
 __device__ __forceinline__ void weigh_first_block(float (&s)[KEYS / 2], RowState& rows, float scale_log2) {
@@ -222,7 +231,7 @@ __device__ __forceinline__ bool weigh_next_block(float (&s)[KEYS / 2], RowState&
   for (int h = 0; h < 2; ++h) {
     // The same rounded products for the weights and for the correction, so that large logits do not part them.
     const float shift = __fmul_rn(largest[h], scale_log2);
-    const bool moves = shift > rows.shift[h] + kSlack;
+    const bool moves = shift > rows.shift[h];
     correction[h] = moves ? hopper::exp2_approximate(rows.shift[h] - shift) : 1.0f;
     rows.shift[h] = moves ? shift : rows.shift[h];
     rows.sum[h] *= correction[h];
@@ -580,7 +589,7 @@ __global__ __launch_bounds__(kAttentionThreads,
     constexpr int kConsumerWarps = kConsumerThreads / 32;
     for (int i = 0; i < kTileSlots; ++i) {
       mbarrier_init(&memory.tile_full[i], 1);
-      mbarrier_init(&memory.tile_empty[i], kLoaders + kConsumerThreads);
+      mbarrier_init(&memory.tile_empty[i], kReaders);
     }
     for (int i = 0; i < Memory::kQueryBuffers; ++i) {
       mbarrier_init(&memory.q_full[i], kLoaders);
@@ -603,8 +612,10 @@ __global__ __launch_bounds__(kAttentionThreads,
       prefetch_tensor_map(&params.k);
       prefetch_tensor_map(&params.v);
       produce<T, DIM, KEYS>(params, memory);
-    } else if (threadIdx.x >= 32) {
-      gather_queries<T, DIM, KEYS>(params, memory, static_cast<int>(threadIdx.x) - 32);
+    } else if (threadIdx.x == 32) {
+      draw_tiles<T, DIM, KEYS>(params, memory);
+    } else if (threadIdx.x >= 64) {
+      gather_queries<T, DIM, KEYS>(params, memory, static_cast<int>(threadIdx.x) - 64);
     }
   } else {
     register_increase<232>();

@@ -32,14 +32,28 @@ __device__ inline int32_t exclusive_sum(int32_t value, int32_t* scratch, int32_t
   }
   if (lane == 31) scratch[warp] = inclusive;
   __syncthreads();
-  int32_t base = 0;
-  total = 0;
-  for (int w = 0; w < kSetupThreads / 32; ++w) {
-    if (w == warp) base = total;
-    total += scratch[w];
+  static_assert(kSetupThreads == 32 * 32, "a warp scans the sums of all warps");
+  int32_t of_warps = scratch[lane];
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int32_t before = __shfl_up_sync(0xffff'ffff, of_warps, offset);
+    if (lane >= offset) of_warps += before;
   }
+  total = __shfl_sync(0xffff'ffff, of_warps, 31);
+  const int32_t base = __shfl_sync(0xffff'ffff, of_warps, max(warp - 1, 0));
   __syncthreads();
-  return base + inclusive - value;
+  return (warp == 0 ? 0 : base) + inclusive - value;
+}
+
+// Adds one to the counter of each lane's slot, with one atomic for the lanes that share it, and returns what each lane
+// would have found. All lanes of the warp come here; a slot below 0 counts nowhere.
+__device__ inline int32_t next_of(int32_t* counter, int32_t slot) {
+  const uint32_t same = __match_any_sync(0xffff'ffff, slot);
+  const auto lane = static_cast<int>(threadIdx.x % 32);
+  const int leader = __ffs(static_cast<int>(same)) - 1;
+  int32_t first = 0;
+  if (lane == leader && slot >= 0) first = atomicAdd(&counter[slot], __popc(same));
+  first = __shfl_sync(0xffff'ffff, first, leader);
+  return first + __popc(same & ((1u << lane) - 1));
 }
 
 // Users, and behind them a place for the candidates whose user does not exist.
@@ -58,14 +72,19 @@ struct Grouping {
     return static_cast<int32_t>((count * params.rows_of_candidate + kTileRows - 1) / kTileRows);
   }
 
-  // The candidates first, first + stride, ... are counted into, or given their places by, one counter a user.
-  __device__ void count(int32_t* counter, int32_t first, int32_t stride) const {
-    for (int32_t b = first; b < params.problem.candidates; b += stride) atomicAdd(&counter[slot_of(b)], 1);
+  // The candidates [first, last) are counted into, or given their places by, one counter a user; by a whole CTA.
+  __device__ void count(int32_t* counter, int32_t first, int32_t last) const {
+    for (int32_t base = first; base < last; base += static_cast<int32_t>(blockDim.x)) {
+      const int32_t b = base + static_cast<int32_t>(threadIdx.x);
+      next_of(counter, b < last ? slot_of(b) : -1);
+    }
   }
   // The order of a user's candidates decides where their rows lie, not what becomes of them.
-  __device__ void place(int32_t* counter, int32_t first, int32_t stride) const {
-    for (int32_t b = first; b < params.problem.candidates; b += stride) {
-      params.workspace.order[atomicAdd(&counter[slot_of(b)], 1)] = b;
+  __device__ void place(int32_t* counter, int32_t first, int32_t last) const {
+    for (int32_t base = first; base < last; base += static_cast<int32_t>(blockDim.x)) {
+      const int32_t b = base + static_cast<int32_t>(threadIdx.x);
+      const int32_t at = next_of(counter, b < last ? slot_of(b) : -1);
+      if (b < last) params.workspace.order[at] = b;
     }
   }
 
@@ -138,18 +157,49 @@ __global__ __launch_bounds__(kSetupThreads,
   int32_t* const counter = grouping.users() < kCountersInShared ? shared_counter : params.workspace.cursor;
   for (int32_t u = thread; u <= grouping.users(); u += kSetupThreads) counter[u] = 0;
   __syncthreads();
-  grouping.count(counter, thread, kSetupThreads);
+  const auto candidates = static_cast<int32_t>(params.problem.candidates);
+  grouping.count(counter, 0, candidates);
   __syncthreads();
   grouping.scan(counter);
   __syncthreads();
-  grouping.place(counter, thread, kSetupThreads);
+  grouping.place(counter, 0, candidates);
   grouping.list_tiles(thread / 32, kSetupThreads / 32);
 }
 
-// The same in steps, the first and the last by many CTAs. The counters were set to zero.
+// The same in steps, the first and the last by many CTAs, each with its share of the candidates, which it counts in
+// shared memory first where there is room. The counters were set to zero.
+struct Share {
+  int32_t first;
+  int32_t last;
+};
+__device__ inline Share share_of(const AttentionParams& params) {
+  const int64_t candidates = params.problem.candidates;
+  return {static_cast<int32_t>(candidates * blockIdx.x / gridDim.x),
+          static_cast<int32_t>(candidates * (blockIdx.x + 1) / gridDim.x)};
+}
+
+// This CTA's share counted in `shared_counter`.
+__device__ inline void count_share(const Grouping& grouping, int32_t* shared_counter, Share share) {
+  for (auto u = static_cast<int32_t>(threadIdx.x); u <= grouping.users(); u += static_cast<int32_t>(blockDim.x)) {
+    shared_counter[u] = 0;
+  }
+  __syncthreads();
+  grouping.count(shared_counter, share.first, share.last);
+  __syncthreads();
+}
+
 __global__ void attention_count_kernel(const __grid_constant__ AttentionParams params) {
-  Grouping{params}.count(params.workspace.cursor, static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x),
-                         static_cast<int32_t>(gridDim.x * blockDim.x));
+  __shared__ int32_t shared_counter[kCountersInShared];
+  const Grouping grouping{params};
+  const Share share = share_of(params);
+  if (grouping.users() >= kCountersInShared) {
+    grouping.count(params.workspace.cursor, share.first, share.last);
+    return;
+  }
+  count_share(grouping, shared_counter, share);
+  for (auto u = static_cast<int32_t>(threadIdx.x); u <= grouping.users(); u += static_cast<int32_t>(blockDim.x)) {
+    if (shared_counter[u] > 0) atomicAdd(&params.workspace.cursor[u], shared_counter[u]);
+  }
 }
 
 __global__ __launch_bounds__(kSetupThreads,
@@ -161,8 +211,20 @@ __global__ void attention_place_kernel(const __grid_constant__ AttentionParams p
   hopper::grid_dependency_launch();
   const auto thread = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
   const auto threads = static_cast<int32_t>(gridDim.x * blockDim.x);
-  Grouping{params}.place(params.workspace.cursor, thread, threads);
-  Grouping{params}.list_tiles(thread / 32, threads / 32);
+  __shared__ int32_t shared_counter[kCountersInShared];
+  const Grouping grouping{params};
+  const Share share = share_of(params);
+  if (grouping.users() >= kCountersInShared) {
+    grouping.place(params.workspace.cursor, share.first, share.last);
+  } else {
+    count_share(grouping, shared_counter, share);
+    for (auto u = static_cast<int32_t>(threadIdx.x); u <= grouping.users(); u += static_cast<int32_t>(blockDim.x)) {
+      if (shared_counter[u] > 0) shared_counter[u] = atomicAdd(&params.workspace.cursor[u], shared_counter[u]);
+    }
+    __syncthreads();
+    grouping.place(shared_counter, share.first, share.last);
+  }
+  grouping.list_tiles(thread / 32, threads / 32);
 }
 
 inline void set_up_attention(const AttentionParams& params, int multiprocessors, cudaStream_t stream) {
