@@ -120,7 +120,8 @@ bool target_attention_supported(const TargetAttentionProblem& p) {
            aligned_stride(head, p.kv_heads);
   };
   return sixteen_bit && p.scale >= 0 && p.head_dim <= 256 && p.length <= kMost && p.users < kMost &&
-         p.candidates < kMost && p.candidates * rows_of_candidate(p) < kMost && most_tiles(p) < kMost && aligned(p.q) &&
+         p.candidates < kMost && p.candidates * rows_of_candidate(p) < kMost &&
+         p.candidates * p.seeds * p.q_heads < 2 * kMost && most_tiles(p) < kMost && aligned(p.q) &&
          aligned_stride(p.q_candidate_stride, p.candidates) && aligned_stride(p.q_seed_stride, p.seeds) &&
          aligned_stride(p.q_head_stride, p.q_heads) &&
          history_fits(p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride) &&
@@ -153,7 +154,8 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
   params.rows_of_candidate = rows_of_candidate(problem);
   params.group = static_cast<int32_t>(problem.q_heads / problem.kv_heads);
   params.rows_by_vectors = problem.head_dim % kAlignedElements == 0 && aligned(problem.out);
-  params.scale_log2 = static_cast<float>(problem.scale * kLog2OfE);
+  // A scale of 0 makes all weights equal; as the smallest number it still keeps -infinity what it is.
+  params.scale_log2 = std::max(static_cast<float>(problem.scale * kLog2OfE), std::numeric_limits<float>::min());
   int device = 0;
   int multiprocessors = 0;
   check(cudaGetDevice(&device), "no current device");

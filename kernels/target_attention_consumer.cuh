@@ -1,0 +1,416 @@
+// The warpgroups of the tensor-core kernel of target attention that multiply.
+#pragma once
+
+#include "kernels/hopper/exp2.h"
+#include "kernels/hopper/sync.h"
+#include "kernels/hopper/tensor_copy.h"
+#include "kernels/hopper/wgmma.h"
+#include "kernels/target_attention_memory.cuh"
+#include "kernels/target_attention_rows.cuh"
+
+namespace ikbo::kernels {
+
+// ---- The softmax of a warpgroup's 64 rows. A thread has two of them, 8 apart.
+// Largest of a block, for a thread's two rows, over the four threads that share them. NaN is passed over: the sums keep
+// it.
+template <int KEYS>
+__device__ __forceinline__ void max_of_block(const float (&s)[KEYS / 2], float (&largest)[2]) {
+  float part[4] = {s[0], s[1], s[2], s[3]};
+#pragma unroll
+  for (int i = 4; i < KEYS / 2; ++i) part[i % 4] = fmaxf(part[i % 4], s[i]);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    largest[h] = fmaxf(part[2 * h], part[2 * h + 1]);
+    largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffff'ffff, largest[h], 1));
+    largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffff'ffff, largest[h], 2));
+  }
+}
+
+// What the weights of a thread's two rows are relative to, as an exponent of 2, and this thread's part of their sum.
+struct RowState {
+  float shift[2];
+  float sum[2];
+};
+
+// s becomes the weights, and their sum is added to the thread's own part.
+template <int KEYS>
+__device__ __forceinline__ void weigh_block(float (&s)[KEYS / 2], RowState& rows, float scale_log2) {
+#pragma unroll
+  for (int i = 0; i < KEYS / 2; ++i) {
+    s[i] = hopper::exp2_approximate(fmaf(s[i], scale_log2, -rows.shift[i / 2 % 2]));
+    rows.sum[i / 2 % 2] += s[i];
+  }
+}
+
+// A row without a finite logit so far is relative to this instead of to infinity.
+constexpr float kLowestShift = -1e37f;
+
+template <int KEYS>
+__device__ __forceinline__ void weigh_first_block(float (&s)[KEYS / 2], RowState& rows, float scale_log2) {
+  float largest[2];
+  max_of_block<KEYS>(s, largest);
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    rows.shift[h] = fmaxf(__fmul_rn(largest[h], scale_log2), kLowestShift);
+    rows.sum[h] = 0;
+  }
+  weigh_block<KEYS>(s, rows, scale_log2);
+}
+
+// Returns whether a row of this warp has a correction other than 1 to apply to its output.
+template <int KEYS>
+__device__ __forceinline__ bool weigh_next_block(float (&s)[KEYS / 2], RowState& rows, float (&correction)[2],
+                                                 float scale_log2) {
+  float largest[2];
+  max_of_block<KEYS>(s, largest);
+  bool moved = false;
+#pragma unroll
+  for (int h = 0; h < 2; ++h) {
+    // The same rounded products for the weights and for the correction, so that large logits do not part them.
+    const float shift = __fmul_rn(largest[h], scale_log2);
+    const bool moves = shift > rows.shift[h];
+    correction[h] = moves ? hopper::exp2_approximate(rows.shift[h] - shift) : 1.0f;
+    rows.shift[h] = moves ? shift : rows.shift[h];
+    rows.sum[h] *= correction[h];
+    moved |= moves;
+  }
+  weigh_block<KEYS>(s, rows, scale_log2);
+  return __any_sync(0xffff'ffff, moved);
+}
+
+template <typename T>
+__device__ __forceinline__ uint32_t pack(float low, float high) {
+  if constexpr (std::is_same_v<T, __half>) {
+    const __half2 pair = __floats2half2_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  } else {
+    const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+    return reinterpret_cast<const uint32_t&>(pair);
+  }
+}
+
+template <typename T, int KEYS>
+__device__ __forceinline__ void narrow_weights(const float (&s)[KEYS / 2], uint32_t (&weights)[KEYS / 16][4]) {
+#pragma unroll
+  for (int i = 0; i < KEYS / 4; ++i) weights[i / 4][i % 4] = pack<T>(s[2 * i], s[2 * i + 1]);
+}
+
+// ---- A warpgroup that multiplies.
+template <typename T, int DIM, int KEYS>
+class Consumer {
+  using Memory = AttentionMemory<T, DIM, KEYS>;
+  static constexpr int kPanels = Memory::kPanels;
+  static constexpr uint32_t kQueryPanelBytes = kTileRows * 128;
+  static constexpr uint32_t kKeyPanelBytes = KEYS * 128;
+  static constexpr uint32_t kFirstTurn = 2;  // names of the barriers by which the warpgroups take turns
+  static constexpr uint32_t kOwn = 4;        // and of those within one
+  // A tile begins beside the end of the one before, whose queries' buffer is given back only then.
+  static constexpr bool kChains = Memory::kQueryBuffers > 1;
+
+  struct Work {
+    bool has_rows = false;  // else there is no more
+    bool has_user = false;
+    int kv_length = 0;
+    int slot = 0;  // of the queries
+    uint32_t out_row[2] = {kNoRow, kNoRow};
+  };
+
+ public:
+  __device__ Consumer(const AttentionParams& params, Memory& memory, int number)
+      : params_(params), memory_(memory), number_(number), thread_(static_cast<int>(threadIdx.x) % kWarpgroup) {}
+
+  __device__ void run() {
+    using namespace hopper;
+    float o[DIM / 2];
+    float s[KEYS / 2];
+    uint32_t weights[KEYS / 16][4];
+    RowState rows;
+    // The first turn is the first warpgroup's.
+    if (number_ == 1) named_barrier_arrive(kFirstTurn, kConsumers * kWarpgroup);
+    Work work = take_work();
+    while (true) {
+      while (work.has_rows && work.kv_length == 0) {
+        fill(work);
+        work = take_work();
+      }
+      if (!work.has_rows) return;
+      begin(work, s, weights, rows);
+      for (bool chained = true; chained;) {
+        const int blocks = (work.kv_length + KEYS - 1) / KEYS;
+        const int tail = work.kv_length - (blocks - 1) * KEYS;
+        for (int i = 1; i < blocks; ++i) step(i, i + 1 == blocks, tail, s, o, weights, rows, work.slot);
+        Work next{};
+        if constexpr (kChains) next = take_work();
+        chained = next.kv_length > 0;
+        if (chained) {
+          chain(blocks, tail, s, o, weights, rows, work, next);
+        } else {
+          finish(blocks, tail, o, weights, rows, work);
+          if constexpr (!kChains) next = take_work();
+        }
+        work = next;
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ void start_scores(float (&s)[KEYS / 2], int queries) {
+    using namespace hopper;
+    const uint32_t q = descriptor_of(&memory_.q[queries][0][number_ * 64][0]);
+    const uint32_t k = descriptor_of(&memory_.k[keys_.slot][0][0][0]);
+#pragma unroll
+    for (int i = 0; i < DIM / 16; ++i) {
+      const uint32_t q_offset = descriptor_offset(i / 4 * kQueryPanelBytes + i % 4 * 32);
+      const uint32_t k_offset = descriptor_offset(i / 4 * kKeyPanelBytes + i % 4 * 32);
+      WgmmaKMajor<T, KEYS>::multiply(s, swizzled_descriptor(q + q_offset), swizzled_descriptor(k + k_offset), i > 0);
+    }
+    wgmma_commit_group();
+  }
+
+  __device__ __forceinline__ void start_output(float (&o)[DIM / 2], const uint32_t (&weights)[KEYS / 16][4],
+                                               bool accumulate) {
+    using namespace hopper;
+    const uint32_t v = panelled_descriptor_of(&memory_.v[values_.slot][0][0][0], kKeyPanelBytes);
+#pragma unroll
+    for (int i = 0; i < KEYS / 16; ++i) {
+      WgmmaRegisters<T, DIM>::multiply(o, weights[i], swizzled_descriptor(v + descriptor_offset(i * 16 * 128)),
+                                       i > 0 || accumulate);
+    }
+    wgmma_commit_group();
+  }
+
+  // What follows a history is another user's, or was never written: a weight of 0 would not keep its NaN out.
+  __device__ void clear_tail_of_values(int valid) {
+    using namespace hopper;
+    if (valid == KEYS) return;
+    mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
+    for (int i = thread_; i < kPanels * (KEYS - valid) * 8; i += kWarpgroup) {
+      const int row = valid + i / 8 % (KEYS - valid);
+      const int panel = i / 8 / (KEYS - valid);
+      reinterpret_cast<uint4*>(memory_.v[values_.slot][panel][row])[i % 8] = uint4{0, 0, 0, 0};
+    }
+    fence_proxy_async_shared();
+    named_barrier_sync(kOwn + number_, kWarpgroup);
+  }
+
+  __device__ __forceinline__ void release(uint64_t* barrier) {
+    __syncwarp();
+    if (thread_ % 32 == 0) hopper::mbarrier_arrive(barrier);
+  }
+
+  // The next tile, once its queries are there.
+  __device__ Work take_work() {
+    using namespace hopper;
+    mbarrier_wait(&memory_.tile_full[tile_.slot], tile_.parity);
+    const AttentionTile& tile = memory_.tile[tile_.slot];
+    Work work{tile.rows > 0, tile.user >= 0, tile.kv_length, queries_.slot};
+    mbarrier_arrive(&memory_.tile_empty[tile_.slot]);
+    tile_.advance();
+    if (work.has_rows) {
+      mbarrier_wait(&memory_.q_full[queries_.slot], queries_.parity);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        work.out_row[h] = memory_.out_row[work.slot][number_ * 64 + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * h];
+      }
+      if (work.kv_length == 0) mbarrier_arrive(&memory_.q_empty[work.slot]);
+      queries_.advance();
+    }
+    return work;
+  }
+
+  __device__ __forceinline__ void wait_for_scores(float (&s)[KEYS / 2], bool output_runs, int queries, bool last) {
+    using namespace hopper;
+    if (output_runs) {
+      wgmma_wait_group<1>();
+    } else {
+      wgmma_wait_group<0>();
+    }
+    pin_registers(s);
+    release(&memory_.k_empty[keys_.slot]);
+    if (last) hopper::mbarrier_arrive(&memory_.q_empty[queries]);  // these were the last scores of the tile
+    keys_.advance();
+  }
+
+  __device__ __forceinline__ void wait_for_output(float (&o)[DIM / 2]) {
+    using namespace hopper;
+    wgmma_wait_group<0>();
+    pin_registers(o);
+    release(&memory_.v_empty[values_.slot]);
+    values_.advance();
+  }
+
+  // The scores of the next block of keys and the products with the values of the block before, in this warpgroup's
+  // turn.
+  __device__ __forceinline__ void start_both(float (&s)[KEYS / 2], float (&o)[DIM / 2],
+                                             const uint32_t (&weights)[KEYS / 16][4], int queries, bool last,
+                                             bool first_values, int tail) {
+    using namespace hopper;
+    mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
+    if (first_values) clear_tail_of_values(tail);
+    named_barrier_sync(kFirstTurn + number_, kConsumers * kWarpgroup);
+    wgmma_fence();
+    start_scores(s, queries);
+    mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
+    start_output(o, weights, !first_values);
+    named_barrier_arrive(kFirstTurn + (number_ ^ 1), kConsumers * kWarpgroup);
+    wait_for_scores(s, true, queries, last);
+  }
+
+  // A tile's first block, the one that is masked, alone.
+  __device__ __forceinline__ void begin(const Work& work, float (&s)[KEYS / 2], uint32_t (&weights)[KEYS / 16][4],
+                                        RowState& rows) {
+    using namespace hopper;
+    mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
+    wgmma_fence();
+    start_scores(s, work.slot);
+    wait_for_scores(s, false, work.slot, work.kv_length <= KEYS);
+    mask_tail(s, work.kv_length);
+    weigh_first_block<KEYS>(s, rows, params_.scale_log2);
+    narrow_weights<T, KEYS>(s, weights);
+  }
+
+  // Block `number` of a tile.
+  __device__ __forceinline__ void step(int number, bool last, int tail, float (&s)[KEYS / 2], float (&o)[DIM / 2],
+                                       uint32_t (&weights)[KEYS / 16][4], RowState& rows, int queries) {
+    start_both(s, o, weights, queries, last, number == 1, tail);
+    float correction[2];
+    const bool corrects = weigh_next_block<KEYS>(s, rows, correction, params_.scale_log2);
+    wait_for_output(o);
+    narrow_weights<T, KEYS>(s, weights);
+    if (corrects) {
+#pragma unroll
+      for (int i = 0; i < DIM / 2; ++i) o[i] *= correction[i / 2 % 2];
+    }
+  }
+
+  // The last values of a tile beside the first keys of the next.
+  __device__ __forceinline__ void chain(int blocks, int tail, float (&s)[KEYS / 2], float (&o)[DIM / 2],
+                                        uint32_t (&weights)[KEYS / 16][4], RowState& rows, const Work& work,
+                                        const Work& next) {
+    start_both(s, o, weights, next.slot, next.kv_length <= KEYS, blocks == 1, tail);
+    mask_tail(s, next.kv_length);
+    const RowState ended = rows;
+    weigh_first_block<KEYS>(s, rows, params_.scale_log2);
+    wait_for_output(o);
+    narrow_weights<T, KEYS>(s, weights);
+    store(o, ended, work);
+  }
+
+  // The last values of a tile, alone.
+  __device__ __forceinline__ void finish(int blocks, int tail, float (&o)[DIM / 2],
+                                         const uint32_t (&weights)[KEYS / 16][4], const RowState& rows,
+                                         const Work& work) {
+    using namespace hopper;
+    if (blocks == 1) clear_tail_of_values(tail);
+    mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
+    wgmma_fence();
+    start_output(o, weights, blocks > 1);
+    wait_for_output(o);
+    store(o, rows, work);
+  }
+
+  // Only the first block that is read, the last one of the history, can be partial.
+  __device__ __forceinline__ void mask_tail(float (&s)[KEYS / 2], int kv_length) {
+    const int tail = kv_length - (kv_length - 1) / KEYS * KEYS;
+    if (tail == KEYS) return;
+    const int column = 2 * (thread_ % 4);
+#pragma unroll
+    for (int i = 0; i < KEYS / 2; ++i) {
+      if (i / 4 * 8 + column + i % 2 >= tail) s[i] = -infinity<float>();
+    }
+  }
+
+  // Rounds, and writes out straight from the registers: the four threads of a row exchange their pairs of columns, so
+  // that each writes 16 bytes.
+  __device__ __forceinline__ void store(float (&o)[DIM / 2], const RowState& rows, const Work& work) {
+    const TargetAttentionProblem& p = params_.problem;
+    const int quarter = thread_ % 4;
+    float factor[2];
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      float sum = rows.sum[h];
+      sum += __shfl_xor_sync(0xffff'ffff, sum, 1);
+      sum += __shfl_xor_sync(0xffff'ffff, sum, 2);
+      factor[h] = 1 / sum;
+      if (p.logsumexp != nullptr && quarter == 0 && work.out_row[h] != kNoRow) {
+        constexpr float kLn2 = 0.6931471805599453f;
+        static_cast<float*>(p.logsumexp)[work.out_row[h]] = (rows.shift[h] + log2f(sum)) * kLn2;
+      }
+    }
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      T* const row = static_cast<T*>(p.out) + work.out_row[h] * p.head_dim;
+#pragma unroll
+      for (int i = 0; i < DIM / 32; ++i) {
+        uint32_t pair[4];
+#pragma unroll
+        for (int j = 0; j < 4; ++j) {
+          const float* from = &o[4 * (4 * i + j) + 2 * h];
+          pair[j] = pack<T>(from[0] * factor[h], from[1] * factor[h]);
+        }
+        transpose_of_four(pair, quarter);
+        const int column = 32 * i + 8 * quarter;
+        if (work.out_row[h] != kNoRow && column < p.head_dim) write(row, column, pair);
+      }
+    }
+  }
+
+  // pair[j] of thread i becomes pair[i] of thread j, among four neighbours.
+  static __device__ __forceinline__ void transpose_of_four(uint32_t (&pair)[4], int quarter) {
+#pragma unroll
+    for (int distance = 1; distance <= 2; distance *= 2) {
+      const bool upper = (quarter & distance) != 0;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        if ((j & distance) != 0) continue;
+        const uint32_t sent = upper ? pair[j] : pair[j + distance];
+        const uint32_t got = __shfl_xor_sync(0xffff'ffff, sent, distance);
+        pair[j] = upper ? got : pair[j];
+        pair[j + distance] = upper ? pair[j + distance] : got;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write(T* row, int column, const uint32_t (&pair)[4]) {
+    const TargetAttentionProblem& p = params_.problem;
+    if (params_.rows_by_vectors) {
+      *reinterpret_cast<uint4*>(row + column) = uint4{pair[0], pair[1], pair[2], pair[3]};
+      return;
+    }
+#pragma unroll
+    for (int j = 0; j < 8; ++j) {
+      const auto bits = static_cast<uint16_t>(pair[j / 2] >> (j % 2 * 16));
+      if (column + j < p.head_dim) reinterpret_cast<uint16_t*>(row)[column + j] = bits;
+    }
+  }
+
+  // Rows without history, or of a user that does not exist.
+  __device__ void fill(const Work& work) {
+    const TargetAttentionProblem& p = params_.problem;
+    const float value = work.has_user ? 0.0f : quiet_nan<float>();
+    const uint32_t pair[4] = {pack<T>(value, value), pack<T>(value, value), pack<T>(value, value),
+                              pack<T>(value, value)};
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      const uint32_t number = work.out_row[h];
+      if (number == kNoRow) continue;
+      for (int column = 8 * (thread_ % 4); column < p.head_dim; column += 32) {
+        write(static_cast<T*>(p.out) + number * p.head_dim, column, pair);
+      }
+      if (p.logsumexp != nullptr && thread_ % 4 == 0) {
+        static_cast<float*>(p.logsumexp)[number] = work.has_user ? -infinity<float>() : value;
+      }
+    }
+  }
+
+  const AttentionParams& params_;
+  Memory& memory_;
+  int number_;
+  int thread_;  // of the warpgroup
+  RingPosition<kTileSlots> tile_;
+  RingPosition<Memory::kQueryBuffers> queries_;
+  RingPosition<kStages> keys_;
+  RingPosition<kStages> values_;
+};
+
+}  // namespace ikbo::kernels

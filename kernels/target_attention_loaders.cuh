@@ -1,0 +1,139 @@
+// The warps of the tensor-core kernel of target attention that draw tiles and bring the data.
+#pragma once
+
+#include "kernels/hopper/cp_async.h"
+#include "kernels/hopper/mbarrier.h"
+#include "kernels/hopper/tensor_copy.h"
+#include "kernels/target_attention_memory.cuh"
+
+namespace ikbo::kernels {
+
+// ---- One thread draws tiles, a tile ahead of the copies. It has a warp of its own: a draw takes longer than the
+// copies can wait.
+template <typename T, int DIM, int KEYS>
+__device__ void draw_tiles(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory) {
+  using namespace hopper;
+  RingPosition<kTileSlots> at;
+  const uint32_t tiles = params.workspace.header->tile_count;
+  uint32_t number = blockIdx.x;
+  while (true) {
+    AttentionTile tile{};
+    if (number < tiles) tile = params.workspace.tiles[number];
+    memory.tile[at.slot] = tile;
+    mbarrier_arrive(&memory.tile_full[at.slot]);
+    if (tile.rows == 0) return;
+    at.advance();
+    mbarrier_wait(&memory.tile_empty[at.slot], at.parity ^ 1);
+    number = gridDim.x + atomicAdd(&params.workspace.header->next_tile, 1u);
+  }
+}
+
+// ---- One thread copies keys and values, the last block first: it is the one that is masked.
+template <typename T, int DIM, int KEYS>
+__device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory) {
+  using namespace hopper;
+  using Memory = AttentionMemory<T, DIM, KEYS>;
+  constexpr uint32_t kBlockBytes = sizeof(memory.k[0]);
+  RingPosition<kTileSlots> at;
+  RingPosition<kStages> stage;
+  bool is_first = true;
+  while (true) {
+    mbarrier_wait(&memory.tile_full[at.slot], at.parity);
+    const AttentionTile tile = memory.tile[at.slot];
+    if (tile.rows == 0) return;
+    at.advance();
+    static_assert(kTileSlots == 2, "the next slot is that of the tile before");
+    // That is given back only now, so that no tile is drawn long before it is needed.
+    if (!is_first) mbarrier_arrive(&memory.tile_empty[at.slot]);
+    is_first = false;
+    const int user = params.problem.kv_offsets != nullptr ? 0 : tile.user;
+    for (int block = blocks_of(tile, KEYS) - 1; block >= 0; --block) {
+      const int row = tile.kv_first + block * KEYS;
+      mbarrier_wait(&memory.k_empty[stage.slot], stage.parity ^ 1);
+      mbarrier_arrive_expect_bytes(&memory.k_full[stage.slot], kBlockBytes);
+      for (int panel = 0; panel < Memory::kPanels; ++panel) {
+        tensor_load_4d(memory.k[stage.slot][panel], &params.k, &memory.k_full[stage.slot], panel * kPanel, row,
+                       tile.kv_head, user);
+      }
+      mbarrier_wait(&memory.v_empty[stage.slot], stage.parity ^ 1);
+      mbarrier_arrive_expect_bytes(&memory.v_full[stage.slot], kBlockBytes);
+      for (int panel = 0; panel < Memory::kPanels; ++panel) {
+        tensor_load_4d(memory.v[stage.slot][panel], &params.v, &memory.v_full[stage.slot], panel * kPanel, row,
+                       tile.kv_head, user);
+      }
+      stage.advance();
+    }
+  }
+}
+
+// ---- Two warps gather the query rows of a tile, wherever their candidates stand: each the 64 rows of a warpgroup.
+template <typename T, int DIM, int KEYS>
+__device__ void gather_queries(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory, int number) {
+  using namespace hopper;
+  using Memory = AttentionMemory<T, DIM, KEYS>;
+  constexpr int kChunk = 8;  // elements of 16 bytes
+  constexpr int kChunksOfRow = DIM / kChunk;
+  constexpr int kLanesOfRow = kChunksOfRow < 32 ? kChunksOfRow : 32;
+  constexpr int kRowsAtATime = 32 / kLanesOfRow;
+  const TargetAttentionProblem& p = params.problem;
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int chunk = lane % kLanesOfRow;
+  const int bytes = min(max(static_cast<int>(p.head_dim) - chunk * kChunk, 0), kChunk) * static_cast<int>(sizeof(T));
+  RingPosition<kTileSlots> at;
+  RingPosition<Memory::kQueryBuffers> buffer;
+  while (true) {
+    mbarrier_wait(&memory.tile_full[at.slot], at.parity);
+    const AttentionTile tile = memory.tile[at.slot];
+    mbarrier_arrive(&memory.tile_empty[at.slot]);
+    at.advance();
+    if (tile.rows == 0) return;
+    // Where two rows a lane lie, while the buffer is perhaps still in use.
+    uint32_t out_row[2];
+    const T* query[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = number * 64 + half * 32 + lane;
+      out_row[half] = kNoRow;
+      query[half] = nullptr;
+      if (row < tile.rows) {
+        // 32 bits are enough: a user's rows are fewer than 2^31.
+        const auto packed = static_cast<uint32_t>(tile.first_row + row);
+        const auto rows_of_candidate = static_cast<uint32_t>(params.rows_of_candidate);
+        const auto group = static_cast<uint32_t>(params.group);
+        const uint32_t ordinal = packed / rows_of_candidate;
+        const uint32_t within = packed - ordinal * rows_of_candidate;
+        const uint32_t seed = within / group;
+        const uint32_t head = static_cast<uint32_t>(tile.kv_head) * group + (within - seed * group);
+        const auto candidate = static_cast<uint32_t>(params.workspace.order[tile.order_begin + ordinal]);
+        out_row[half] = (candidate * static_cast<uint32_t>(p.seeds) + seed) * static_cast<uint32_t>(p.q_heads) + head;
+        query[half] = static_cast<const T*>(p.q) + candidate * p.q_candidate_stride + seed * p.q_seed_stride +
+                      head * p.q_head_stride;
+      }
+    }
+    mbarrier_wait(&memory.q_empty[buffer.slot], buffer.parity ^ 1);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      memory.out_row[buffer.slot][number * 64 + half * 32 + lane] = out_row[half];
+      if (tile.kv_length == 0) continue;
+#pragma unroll 4
+      for (int i = 0; i < 32; i += kRowsAtATime) {
+        const int from = i + lane / kLanesOfRow;
+        const auto pointer = __shfl_sync(0xffff'ffff, reinterpret_cast<uint64_t>(query[half]), from);
+        const int row = number * 64 + half * 32 + from;
+        const T* const source = reinterpret_cast<const T*>(pointer) + chunk * kChunk;
+        const bool reads = pointer != 0 && bytes > 0;
+        const uint32_t row_address = shared_address(memory.q[buffer.slot][chunk / 8][row]);
+        cp_async_16(row_address + ((chunk % 8) ^ (row & 7)) * 16, reads ? source : static_cast<const T*>(p.q),
+                    reads ? bytes : 0);
+      }
+    }
+    if (tile.kv_length > 0) {
+      cp_async_wait_all();
+      fence_proxy_async_shared();
+    }
+    mbarrier_arrive(&memory.q_full[buffer.slot]);
+    buffer.advance();
+  }
+}
+
+}  // namespace ikbo::kernels
