@@ -61,9 +61,9 @@ def load_peers(folder):
     try:
         from ikbo.ops.triton_ikbo_lce import triton_ikbo_lce, triton_ikbo_lce_kernel as kernel
 
-        tiles = ((64, 128, 64, 4), (128, 128, 64, 8), (64, 64, 64, 4))
-        tile_of = lambda c: (*(c.kwargs[k] for k in ("BM", "BN", "BK")), c.num_warps)
-        kernel.configs = [c for c in kernel.configs if tile_of(c) in tiles and c.num_stages == 4]
+        tiles = ((64, 128, 64), (128, 128, 64), (64, 64, 64))
+        tile_of = lambda c: tuple(c.kwargs[k] for k in ("BM", "BN", "BK"))
+        kernel.configs = [c for c in kernel.configs if tile_of(c) in tiles and c.num_stages in (3, 4)]
         kernel.do_bench = quick_bench
         peers["triton"] = triton_ikbo_lce
     except Exception as error:
