@@ -111,7 +111,7 @@ def bench(options, results, config, dtype):
 def verify(options, results, config, dtype):
     folder = archives_of(options, config, dtype)
     shown = json.loads(run(options.ikbo, "verify", folder / ranker.ARCHIVE_FILE, folder / "ikbo.pt2", "--device", "cuda", "--json"))  # fmt: skip
-    entry = {"case": {"model": config, "dtype": dtype}, **{k: shown[k] for k in ("passed", "float64", "worst_ratio")}}
+    entry = {"case": {"model": config, "dtype": dtype}, **{k: shown[k] for k in ("passed", "float64", "why_not_float64", "worst_ratio")}}
     results.add("verify", entry)
     print(f"verify {config} {dtype}: {'passed' if entry['passed'] else 'FAILED'}, error {entry['worst_ratio']:.2f} times the original's own")
 
@@ -184,7 +184,7 @@ def alone(options, results, config, dtype):
 def compiled(options, results, config, dtype):
     folder = archives_of(options, config, dtype)
     inputs, index = drawn(config, dtype, 7)
-    calls = {}
+    calls, kept = {}, []
     for mode in MODES:
         start = time.perf_counter()
         call = torch.compile(module_of(folder, mode), dynamic=False)
@@ -197,6 +197,7 @@ def compiled(options, results, config, dtype):
         with torch.cuda.graph(graph):
             call(inputs, index)
         calls[mode] = graph
+        kept.append(call)  # a graph does not keep the weights that it reads
         print(f"torch.compile of {config} {dtype} {mode}: {time.perf_counter() - start:.0f} s", flush=True)
     times = {mode: [] for mode in calls}
     for _ in range(9):

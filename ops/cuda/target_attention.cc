@@ -5,6 +5,7 @@
 #include <ATen/ops/neg.h>
 #include <ATen/ops/zeros.h>
 
+#include <algorithm>
 #include <cmath>
 #include <vector>
 
@@ -26,16 +27,22 @@ struct Job {
   kernels::TargetAttentionProblem problem;
 };
 
-// The tensor, or a copy whose rows the copy engine can address: 16-byte aligned and as far apart. D keeps its size.
+// The tensor, or a copy whose rows the kernel can read by 16 bytes: aligned, as far apart, and with storage behind the
+// last row where D is no multiple of 8. D keeps its size.
 at::Tensor with_aligned_rows(const at::Tensor& tensor) {
   constexpr int64_t kElements = 8;
+  const int64_t dim = (tensor.size(-1) + kElements - 1) / kElements * kElements;
+  int64_t end = tensor.storage_offset() + dim;  // of the last row, in elements of the storage
   bool aligned = tensor.stride(-1) == 1 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
   for (int64_t d = 0; d + 1 < tensor.dim(); ++d) {
     aligned = aligned && (tensor.size(d) <= 1 || (tensor.stride(d) > 0 && tensor.stride(d) % kElements == 0));
+    end += std::max<int64_t>(tensor.size(d) - 1, 0) * tensor.stride(d);
   }
+  aligned = aligned && (tensor.numel() == 0 || end * static_cast<int64_t>(tensor.element_size()) <=
+                                                   static_cast<int64_t>(tensor.storage().nbytes()));
   if (aligned) return tensor;
   std::vector<int64_t> sizes = tensor.sizes().vec();
-  sizes.back() = (sizes.back() + kElements - 1) / kElements * kElements;
+  sizes.back() = dim;
   const at::Tensor rows = at::empty(sizes, tensor.options().memory_format(at::MemoryFormat::Contiguous));
   return rows.narrow(-1, 0, tensor.size(-1)).copy_(tensor);
 }

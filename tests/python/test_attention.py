@@ -193,7 +193,10 @@ def test_extreme_logits_give_the_limit_of_the_softmax(dtype, size):
         case.k[user, best[user]] += abs(size) / 8
     out = case.run()
     expected = torch.stack([case.v[u, best[u]] for u in range(2)])[case.candidate_to_user.long()]
-    assert torch.equal(out, expected[:, None].expand_as(out))
+    if DEVICE == "cpu" or dtype in (torch.float64, torch.float32):
+        assert torch.equal(out, expected[:, None].expand_as(out))
+    else:  # the largest weight is 1 but for the rounding of its logit, and then rounded to 16 bits
+        assert_close(out, expected[:, None].expand_as(out).double(), dtype)
     case.k[:] = torch.tensor(size / 4)  # all equal: the mean
     assert_close(case.run(), case.plain()[0], dtype)
 
