@@ -16,9 +16,8 @@
 
 namespace ikbo::kernels {
 
-// All pointers are to device memory, all strides in elements; D is contiguous in every tensor. The tensor-core kernel
-// reads q by 16 bytes, so that storage must reach there behind the last row where D is no multiple of 8. Integers that
-// make no sense read nothing outside the tensors: a candidate whose user is outside [0, users) gets NaN (and a NaN
+// All pointers are to device memory, all strides in elements; D is contiguous in every tensor. Integers that make no
+// sense read nothing outside the tensors: a candidate whose user is outside [0, users) gets NaN (and a NaN
 // log-sum-exp); a length or offset outside its tensor counts as the nearest one inside.
 struct TargetAttentionProblem {
   ScalarType type = ScalarType::kBFloat16;  // of q, k, v and out
