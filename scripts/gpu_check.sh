@@ -79,7 +79,7 @@ sanitize_step() {
 
 bench_step() {
   "$build"/kernels/bench/lce_bench --cases main --json "$out/lce_main.json"
-  python3 bench/ranker_gpu.py --ikbo "$build/cli/ikbo" --library "$build/ops/libikbo_ops.so" --json "$out/ranker.json"
+  python3 bench/ranker_gpu.py --ikbo "$build/cli/ikbo" --library "$build/ops/libikbo_ops.so" --json "$out/ranker_gpu.json"
 }
 
 mkdir -p "$build/reports" "$out"

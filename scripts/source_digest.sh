@@ -3,7 +3,8 @@
 #
 # usage: scripts/source_digest.sh NAME
 #   NAME: lce (written by bench/lce_bench), lce_peers (by bench/lce_peers.py), attention (by bench/attention_bench and
-#   bench/attention_peers.py), model and ranker (by scripts/measure_cpu.sh), ranker_gpu (by bench/ranker_gpu.py),
+#   bench/attention_peers.py), model and ranker (by scripts/measure_cpu.sh), ranker_gpu and
+#   ranker_gpu_compiled (by bench/ranker_gpu.py),
 #   checks (by scripts/gpu_check.sh)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -16,7 +17,7 @@ case "${1:-}" in
   model) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/movielens) ;;
   ranker) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/ranker.py) ;;
   checks) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt python tests/gpu tests/python) ;;
-  ranker_gpu) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt examples/ranker.py bench/ranker_gpu.py) ;;
+  ranker_gpu | ranker_gpu_compiled) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt examples/ranker.py bench/ranker_gpu.py) ;;
   *) sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0" >&2; exit 2 ;;
 esac
 # Figures of the CPU do not depend on what runs on a GPU.
