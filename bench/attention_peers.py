@@ -13,20 +13,18 @@ usage: attention_peers.py --library build/kernels/bench/libikbo_attention_c.so -
 
 import argparse
 import ctypes
-import datetime
 import json
 import os
 import random
-import statistics
-import subprocess
 import sys
 
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from device_time import floor, measure, origin
+
 CANDIDATES, USERS, SEEDS, HEADS, DIM = 2048, 32, 64, 2, 128
-GRAPH_MS = 6.0
 ROUNDS = 9
 TYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
 SCALAR_TYPES = {torch.float16: 0, torch.bfloat16: 1, torch.float32: 2, torch.float64: 3}
@@ -166,51 +164,6 @@ def check(count):
     assert not wrong
 
 
-class Replay:
-    """The calls of a contestant in a graph that lasts some milliseconds."""
-
-    def __init__(self, call):
-        for _ in range(3):
-            call()
-        torch.cuda.synchronize()
-        begin, end = self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        begin.record()
-        for _ in range(3):
-            call()
-        end.record()
-        end.synchronize()
-        self.calls = max(2, min(200, int(GRAPH_MS / max(begin.elapsed_time(end) / 3, 0.01))))
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            for _ in range(self.calls):
-                call()
-
-    def microseconds(self):
-        begin, end = self.events
-        begin.record()
-        self.graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / self.calls
-
-
-def measure(contestants, rounds=ROUNDS):
-    replays = {}
-    for name, call in contestants.items():
-        try:
-            replays[name] = Replay(call)
-        except Exception as error:
-            print(f"   {name} failed: {type(error).__name__} {str(error)[:100]}", flush=True)
-            torch.cuda.synchronize()
-    times = {name: [] for name in replays}
-    for round_ in range(rounds + 1):
-        for name, replay in replays.items():
-            time = replay.microseconds()
-            if round_:
-                times[name].append(time)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def load_peers(folder):
     peers = {}
     try:
@@ -292,21 +245,6 @@ def uneven(peers, dtype, length):
     return found, 4 * SEEDS * HEADS * DIM * int(lengths[index.long()].long().sum())
 
 
-def floor():
-    made = {}
-    size = 8192
-    for name, dtype in TYPES.items():
-        a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
-        made[name] = lambda a=a, b=b: a @ b
-    x, y = (torch.empty(2**29, device="cuda", dtype=torch.int32) for _ in range(2))
-    made["copy"] = lambda: torch.add(x, 1, out=y)
-    times = measure(made, 3)
-    return {
-        "matmul_tflops": {name: round(2 * size**3 / times[name] * 1e-6, 1) for name in TYPES},
-        "copy_tbps": round(2 * 2**31 / times["copy"] * 1e-6, 3),
-    }
-
-
 def cases_of(kinds, lengths):
     """Case name, its description, and what makes its contestants."""
     base = {"B": CANDIDATES, "users": USERS, "n_seed": SEEDS, "H": HEADS, "D": DIM}
@@ -342,15 +280,8 @@ def main():
     Ours.library.ikbo_attention.restype, Ours.library.ikbo_attention_error.restype = ctypes.c_int64, ctypes.c_char_p
     check(options.checks)
     peers = load_peers(options.peers) if options.peers else {}
-    root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-    output = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     result = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "date": datetime.date.today().isoformat(),
-        "source_digest": output(os.path.join(root, "scripts/source_digest.sh"), "attention"),
+        **origin("attention"),
         "floor": floor(),
         "rows": [],
     }
@@ -358,7 +289,7 @@ def main():
     for kind, case, make in cases_of(options.cases.split(","), [int(l) for l in options.lengths.split(",")]):
         for name in options.types.split(","):
             contestants, operations = make(peers, TYPES[name])
-            times = measure(contestants)
+            times = measure({n: lambda i, call=call: call() for n, call in contestants.items()}, ROUNDS)
             rates = {contestant: operations / time * 1e-6 for contestant, time in times.items()}
             for contestant, time in times.items():
                 result["rows"].append({

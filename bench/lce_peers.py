@@ -14,25 +14,23 @@ import argparse
 import collections
 import concurrent.futures
 import ctypes
-import datetime
 import json
 import math
 import multiprocessing
 import os
 import random
-import statistics
-import subprocess
 import sys
 import time
 
 import torch
+
+from device_time import floor, measure, origin
 
 Shape = collections.namedtuple("Shape", "batch ratio m n k_user k_cand dtype", defaults=(433, 256, 1178, 866, "bf16"))
 TYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 OTHERS_SEED = 48
 COLD_BYTES = 300 << 20  # several times the L2 cache
 MOST_COPIES = 24
-GRAPH_MS = 5.0
 ROUNDS = 7
 
 
@@ -79,53 +77,6 @@ def load_peers(folder):
     except Exception as error:
         print("no TLX peer:", type(error).__name__, str(error)[:120], flush=True)
     return peers
-
-
-class Replay:
-    """The calls of a contestant in a graph that lasts some milliseconds."""
-
-    def __init__(self, call):
-        for i in range(3):
-            call(i)
-        torch.cuda.synchronize()
-        begin, end = self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
-        begin.record()
-        for i in range(3):
-            call(i)
-        end.record()
-        end.synchronize()
-        self.calls = max(2, min(200, int(GRAPH_MS / max(begin.elapsed_time(end) / 3, 0.01))))
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph):
-            for i in range(self.calls):
-                call(i)
-
-    def microseconds(self):
-        begin, end = self.events
-        begin.record()
-        self.graph.replay()
-        end.record()
-        end.synchronize()
-        return begin.elapsed_time(end) * 1e3 / self.calls
-
-
-def measure(contestants, rounds=ROUNDS):
-    replays, failed = {}, {}
-    for name, call in contestants.items():
-        try:
-            replays[name] = Replay(call)
-        except Exception as error:
-            failed[name] = f"{type(error).__name__} {str(error)[:100]}"
-            torch.cuda.synchronize()
-    times = {name: [] for name in replays}
-    for round_ in range(rounds + 1):
-        for name, replay in replays.items():
-            time = replay.microseconds()
-            if round_:
-                times[name].append(time)
-    for name, why in failed.items():
-        print(f"   {name} failed: {why}", flush=True)
-    return {name: statistics.median(values) for name, values in times.items()}
 
 
 def pad(tensor, k):
@@ -263,19 +214,6 @@ def contestants_of(library, peers, shape, slow):
     return found
 
 
-def floor():
-    made = {}
-    size = 8192
-    for name, dtype in (("bf16", torch.bfloat16), ("fp16", torch.float16)):
-        a, b = (torch.randn(size, size, device="cuda", dtype=dtype) for _ in range(2))
-        made[name] = lambda i, a=a, b=b: a @ b
-    x, y = (torch.empty(2**29, device="cuda", dtype=torch.int32) for _ in range(2))
-    made["copy"] = lambda i: torch.add(x, 1, out=y)
-    times = measure(made)
-    rate = {name: 2 * size**3 / times[name] * 1e-6 for name in ("bf16", "fp16")}
-    return {"matmul_tflops": rate, "copy_tbps": 2 * 2**31 / times["copy"] * 1e-6}
-
-
 def main():
     started = time.monotonic()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -289,15 +227,8 @@ def main():
     library = ctypes.CDLL(options.library)
     library.ikbo_lce.restype, library.ikbo_lce_error.restype = ctypes.c_int64, ctypes.c_char_p
     peers = load_peers(options.peers)
-    root = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..")
-    output = lambda *command: subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()
     result = {
-        "gpu": torch.cuda.get_device_name(),
-        "driver": output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"),
-        "torch": torch.__version__,
-        "cuda": torch.version.cuda,
-        "date": datetime.date.today().isoformat(),
-        "source_digest": output(os.path.join(root, "scripts/source_digest.sh"), "lce_peers"),
+        **origin("lce_peers"),
         "floor": {},
         "rows": [],
     }

@@ -5,6 +5,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/align_rows.h"
+#include "kernels/hopper/tensor_map.h"
 #include "kernels/linear_compression.h"
 #include "kernels/linear_compression_launch.h"
 #include "kernels/linear_compression_params.h"
@@ -12,9 +14,10 @@
 namespace ikbo::kernels {
 namespace {
 
-constexpr int64_t kBlockK = 64;
+constexpr const char* kName = "linear_compression";
+constexpr int kBlockK = 64;
 constexpr int64_t kBlocksOfTile = 2;  // of 64 columns, a CTA
-constexpr int64_t kBoxRowsOfE = 64;
+constexpr int kBoxRowsOfE = 64;
 constexpr int64_t kAlignedElements = 8;  // 16 bytes, what the copy engine wants of addresses and strides
 constexpr size_t kSectionAlignment = 256;
 
@@ -152,68 +155,6 @@ WorkspacePlan plan_workspace(const LinearCompressionProblem& problem, const Line
   return plan;
 }
 
-// Copies (batch, rows, columns) of 16-bit elements to rows that the copy engine can address.
-__global__ void align_rows_kernel(const uint16_t* from, int64_t from_batch_stride, int64_t from_row_stride,
-                                  uint16_t* to, int64_t to_row_stride, int64_t batch, int64_t rows, int64_t columns) {
-  const int64_t total_rows = batch * rows;
-  for (int64_t row = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; row < total_rows;
-       row += int64_t{gridDim.x} * blockDim.y) {
-    const uint16_t* source = from + row / rows * from_batch_stride + row % rows * from_row_stride;
-    uint16_t* destination = to + row * to_row_stride;
-    for (int64_t column = threadIdx.x; column < columns; column += blockDim.x) {
-      destination[column] = source[column];
-    }
-  }
-}
-
-void align_rows(const void* from, int64_t from_batch_stride, int64_t from_row_stride, void* to, int64_t to_row_stride,
-                int64_t batch, int64_t rows, int64_t columns, int multiprocessors, cudaStream_t stream) {
-  const dim3 threads(64, 8);
-  const int64_t blocks = std::clamp<int64_t>(ceil_divide(batch * rows, threads.y), 1, int64_t{multiprocessors} * 8);
-  align_rows_kernel<<<static_cast<unsigned>(blocks), threads, 0, stream>>>(
-      static_cast<const uint16_t*>(from), from_batch_stride, from_row_stride, static_cast<uint16_t*>(to), to_row_stride,
-      batch, rows, columns);
-  check(cudaGetLastError(), "cannot launch the copy to aligned rows");
-}
-
-using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
-
-EncodeTiled encode_tiled() {
-  static const EncodeTiled function = [] {
-    void* address = nullptr;
-    cudaDriverEntryPointQueryResult result{};
-    check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &address, 12000, cudaEnableDefault, &result),
-          "cannot look up cuTensorMapEncodeTiled");
-    if (result != cudaDriverEntryPointSuccess) {
-      throw std::runtime_error("linear_compression: the driver has no cuTensorMapEncodeTiled");
-    }
-    return reinterpret_cast<EncodeTiled>(address);
-  }();
-  return function;
-}
-
-// A map of rank sizes.size() whose boxes have rows of 128 bytes, 128-byte swizzled; sizes and box innermost first,
-// strides in elements of the dimensions after the first. What lies outside is read as zero and not written.
-CUtensorMap tensor_map(const void* pointer, ScalarType type, std::vector<cuuint64_t> sizes,
-                       const std::vector<int64_t>& strides, std::vector<cuuint32_t> box, const char* name) {
-  CUtensorMap map{};
-  std::vector<cuuint64_t> byte_strides;
-  for (const int64_t stride : strides) {
-    byte_strides.push_back(static_cast<cuuint64_t>(stride) * 2);
-  }
-  const std::vector<cuuint32_t> element_strides(sizes.size(), 1);
-  const CUresult result = encode_tiled()(
-      &map, type == ScalarType::kFloat16 ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
-      static_cast<cuuint32_t>(sizes.size()), const_cast<void*>(pointer), sizes.data(), byte_strides.data(), box.data(),
-      element_strides.data(), CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
-      CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
-  if (result != CUDA_SUCCESS) {
-    throw std::runtime_error(std::string("linear_compression: no tensor map for ") + name + ", driver error " +
-                             std::to_string(static_cast<int>(result)));
-  }
-  return map;
-}
-
 void launch(const LinearCompressionParams& params, ScalarType type, const LinearCompressionConfig& config,
             cudaStream_t stream) {
   cudaError_t error = cudaErrorInvalidValue;
@@ -272,7 +213,6 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
           "the workspace must be aligned to 256 bytes");
   require(workspace_bytes >= plan.bytes, "the workspace has " + std::to_string(workspace_bytes) + " bytes, not the " +
                                              std::to_string(plan.bytes) + " needed");
-  const int multiprocessors = multiprocessors_of_current_device();
   auto* const base = static_cast<uint8_t*>(workspace);
 
   LinearCompressionParams params{};
@@ -289,10 +229,11 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
   params.units = plan.units;
   params.partial_sums = reinterpret_cast<float*>(base + plan.partial_sums);
 
-  const auto unsigned_size = [](int64_t size) { return static_cast<cuuint64_t>(size); };
   int64_t tiles = 0;
   int64_t units = 0;
   const auto terms = terms_of(problem);
+  const bool is_fp16 = problem.type == ScalarType::kFloat16;
+  std::vector<AlignRows> copies;
   for (size_t i = 0; i < terms.size(); ++i) {
     const LinearCompressionTerm& term = *terms[i];
     LinearCompressionTermParams& out = params.terms[i];
@@ -315,39 +256,50 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
     int64_t w_row_stride = term.w_row_stride;
     if (needs_copy_of_w(term)) {
       void* copy = base + plan.w_copies[i];
-      align_rows(w, 0, w_row_stride, copy, round_up(term.k, kAlignedElements), 1, problem.m, term.k, multiprocessors,
-                 stream);
+      const int64_t stride = round_up(term.k, kAlignedElements);
+      copies.push_back({.from = w,
+                        .sizes = {1, 1, problem.m},
+                        .strides = {0, 0, w_row_stride},
+                        .columns = term.k,
+                        .to = copy,
+                        .to_rows = problem.m,
+                        .to_columns = stride});
       w = copy;
-      w_row_stride = round_up(term.k, kAlignedElements);
+      w_row_stride = stride;
     }
     const void* e = term.e;
     int64_t e_row_stride = term.e_row_stride;
     int64_t e_batch_stride = term.e_batch_stride;
     if (needs_copy_of_e(term)) {
       void* copy = base + plan.e_copies[i];
-      align_rows(e, e_batch_stride, e_row_stride, copy, round_up(problem.n, kAlignedElements), term.rows, term.k,
-                 problem.n, multiprocessors, stream);
+      const int64_t stride = round_up(problem.n, kAlignedElements);
+      copies.push_back({.from = e,
+                        .sizes = {1, term.rows, term.k},
+                        .strides = {0, e_batch_stride, e_row_stride},
+                        .columns = problem.n,
+                        .to = copy,
+                        .to_rows = term.rows * term.k,
+                        .to_columns = stride});
       e = copy;
-      e_row_stride = round_up(problem.n, kAlignedElements);
-      e_batch_stride = term.k * e_row_stride;
+      e_row_stride = stride;
+      e_batch_stride = term.k * stride;
     }
     if (term.rows == 1) {
       e_batch_stride = round_up(term.k * e_row_stride, kAlignedElements);  // not used, but must be a legal stride
     }
-    params.w[i] = tensor_map(
-        w, problem.type, {unsigned_size(term.k), unsigned_size(problem.m)}, {w_row_stride},
-        {static_cast<cuuint32_t>(kBlockK), static_cast<cuuint32_t>(share_of_w(config.block_m, config.cluster))}, "w");
-    params.e[i] =
-        tensor_map(e, problem.type, {unsigned_size(problem.n), unsigned_size(term.k), unsigned_size(term.rows)},
-                   {e_row_stride, e_batch_stride},
-                   {static_cast<cuuint32_t>(kBlockColumns), static_cast<cuuint32_t>(kBoxRowsOfE), 1}, "e");
+    params.w[i] = hopper::tensor_map_16_bit(w, is_fp16, {term.k, problem.m}, {w_row_stride},
+                                            {kBlockK, share_of_w(config.block_m, config.cluster)}, kName);
+    params.e[i] = hopper::tensor_map_16_bit(e, is_fp16, {problem.n, term.k, term.rows}, {e_row_stride, e_batch_stride},
+                                            {kBlockColumns, kBoxRowsOfE, 1}, kName);
+  }
+  if (!copies.empty()) {
+    align_rows(copies, stream);
   }
 
   if (params.store_by_copy_engine) {
-    params.out = tensor_map(
-        problem.out, problem.type, {unsigned_size(problem.n), unsigned_size(problem.m), unsigned_size(problem.batch)},
-        {problem.n, problem.m * problem.n},
-        {static_cast<cuuint32_t>(kBlockColumns), static_cast<cuuint32_t>(config.block_m), 1}, "out");
+    params.out = hopper::tensor_map_16_bit(problem.out, is_fp16, {problem.n, problem.m, problem.batch},
+                                           {problem.n, problem.m * problem.n}, {kBlockColumns, config.block_m, 1},
+                                           kName);
   }
 
   const int broadcast_tiles = params.broadcast_terms == 0 ? 0 : params.terms[params.broadcast_terms - 1].tile_end;

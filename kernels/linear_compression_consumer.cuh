@@ -7,6 +7,7 @@
 #include "kernels/hopper/wgmma.h"
 #include "kernels/linear_compression_plan.cuh"
 #include "kernels/linear_compression_tickets.cuh"
+#include "kernels/unaligned_rows.cuh"
 
 namespace ikbo::kernels {
 
@@ -166,15 +167,16 @@ __device__ inline void store_partial_sums(const LinearCompressionParams& params,
   }
 }
 
-// Out leaves by way of shared memory, (kBlockM, 64) at a time. The first warp of a warpgroup deals with the copy
-// engine; the others wait for it only before they write over what it last stored.
+// Out of 16 bits leaves by way of shared memory, (kBlockM, 64) at a time. The first warp of a warpgroup deals with the
+// copy engine; the others wait for it only before they write over what it last stored. Rows that are not aligned are
+// written by all four warps.
 //
 // First half: rounds acc and transposes it on the way to shared memory.
 template <typename P>
-__device__ inline void stage_out(SharedMemory<P>& shared, const float (&acc)[P::kBlockM / 2], int warpgroup,
-                                 uint32_t warp, uint32_t lane) {
+__device__ inline void stage_out(SharedMemory<P>& shared, const float (&acc)[P::kBlockM / 2], bool by_copy_engine,
+                                 int warpgroup, uint32_t warp, uint32_t lane) {
   using T = typename P::T;
-  if (warp == 0) {
+  if (warp == 0 && by_copy_engine) {
     hopper::bulk_wait_group_read<0>();
     __syncwarp();
     hopper::named_barrier_arrive(kOutFreed + warpgroup, kWarpgroupThreads);
@@ -197,10 +199,22 @@ __device__ inline void stage_out(SharedMemory<P>& shared, const float (&acc)[P::
   }
 }
 
-// Second half: the copy engine takes it from there.
+// Second half: the copy engine takes it from there, or the warps do.
 template <typename P>
 __device__ inline void send_out(const LinearCompressionParams& params, SharedMemory<P>& shared, const BlockWork& work,
                                 int m, int warpgroup, uint32_t warp, uint32_t lane) {
+  if (!params.store_by_copy_engine) {
+    hopper::named_barrier_sync(kOutFilled + warpgroup, kWarpgroupThreads);
+    const uint32_t panel = hopper::shared_address(shared.out[warpgroup]);
+    const int rows = static_cast<int>(min(params.m - m, static_cast<int64_t>(P::kBlockM)));
+    auto* const to = static_cast<typename P::T*>(params.out_pointer) +
+                     (work.candidate * params.m + m) * params.n + work.column;
+#pragma unroll 4
+    for (int row = static_cast<int>(warp); row < rows; row += P::kWarpgroupWarps) {
+      write_row(panel, row, to + row * params.n, static_cast<int>(params.n) - work.column, static_cast<int>(lane));
+    }
+    return;
+  }
   hopper::fence_proxy_async_shared();
   if (warp == 0) {
     hopper::named_barrier_sync(kOutFilled + warpgroup, kWarpgroupThreads);
@@ -214,21 +228,16 @@ __device__ inline void send_out(const LinearCompressionParams& params, SharedMem
   }
 }
 
-// Rounds and stores element by element: fp32, or rows of out that are not aligned.
+// fp32, straight from the registers: 32 bytes of each of four rows at a time.
 template <typename P>
-__device__ inline void store_by_element(const LinearCompressionParams& params, const float (&acc)[P::kBlockM / 2],
-                                        int64_t candidate, int64_t n, int64_t m) {
+__device__ inline void store_fp32(const LinearCompressionParams& params, const float (&acc)[P::kBlockM / 2],
+                                  int64_t candidate, int64_t n, int64_t m) {
 #pragma unroll
   for (int i = 0; i < P::kBlockM / 2; ++i) {
     const int64_t out_m = m + i / 4 * 8 + i % 2;
     const int64_t out_n = n + i / 2 % 2 * 8;
     if (out_m < params.m && out_n < params.n) {
-      const int64_t offset = (candidate * params.m + out_m) * params.n + out_n;
-      if (params.out_is_float32) {
-        static_cast<float*>(params.out_pointer)[offset] = acc[i];
-      } else {
-        static_cast<typename P::T*>(params.out_pointer)[offset] = static_cast<typename P::T>(acc[i]);
-      }
+      static_cast<float*>(params.out_pointer)[(candidate * params.m + out_m) * params.n + out_n] = acc[i];
     }
   }
 }
@@ -333,13 +342,13 @@ __device__ inline void finish_tile(const LinearCompressionParams& params, Shared
     add_further_terms<P>(params, first, first_work, thread);
   }
   const int n = static_cast<int>(warp) * 16 + static_cast<int>(lane) / 4;
-  if (!params.store_by_copy_engine) {
-    store_by_element<P>(params, first, first_work.candidate, first_work.column + n, m + static_cast<int>(lane) % 4 * 2);
+  if (params.out_is_float32) {
+    store_fp32<P>(params, first, first_work.candidate, first_work.column + n, m + static_cast<int>(lane) % 4 * 2);
   } else {
-    stage_out<P>(shared, first, warpgroup, warp, lane);
+    stage_out<P>(shared, first, params.store_by_copy_engine, warpgroup, warp, lane);
   }
   const auto send_first = [&] {
-    if (params.store_by_copy_engine) {
+    if (!params.out_is_float32) {
       send_out<P>(params, shared, first_work, m, warpgroup, warp, lane);
     }
   };
@@ -358,11 +367,10 @@ __device__ inline void finish_tile(const LinearCompressionParams& params, Shared
     }
   }
   add_further_terms<P>(params, second, second_work, thread);
-  if (!params.store_by_copy_engine) {
-    store_by_element<P>(params, second, second_work.candidate, second_work.column + n,
-                        m + static_cast<int>(lane) % 4 * 2);
+  if (params.out_is_float32) {
+    store_fp32<P>(params, second, second_work.candidate, second_work.column + n, m + static_cast<int>(lane) % 4 * 2);
   } else {
-    stage_out<P>(shared, second, warpgroup, warp, lane);
+    stage_out<P>(shared, second, params.store_by_copy_engine, warpgroup, warp, lane);
     send_out<P>(params, shared, second_work, m, warpgroup, warp, lane);
   }
 }

@@ -4,6 +4,7 @@
 #include "kernels/hopper/tensor_map.h"
 #include "kernels/target_attention.h"
 #include "kernels/target_attention_kernel.cuh"
+#include "kernels/target_attention_launch.h"
 #include "kernels/target_attention_setup.cuh"
 
 namespace ikbo::kernels {
@@ -114,18 +115,18 @@ void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
 bool target_attention_supported(const TargetAttentionProblem& p) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
   const bool sixteen_bit = p.type == ScalarType::kFloat16 || p.type == ScalarType::kBFloat16;
+  const bool fp32 = p.type == ScalarType::kFloat32;
   const int64_t users = p.kv_offsets != nullptr ? 1 : p.users;
   const auto history_fits = [&](const void* pointer, int64_t user, int64_t row, int64_t head) {
     return aligned(pointer) && aligned_stride(user, users) && aligned_stride(row, p.length) &&
            aligned_stride(head, p.kv_heads);
   };
-  return sixteen_bit && p.scale >= 0 && p.head_dim <= 256 && p.length <= kMost && p.users < kMost &&
+  const bool suits_unit = sixteen_bit && p.scale >= 0 &&
+                          history_fits(p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride) &&
+                          history_fits(p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride);
+  return (fp32 || suits_unit) && p.head_dim <= 256 && p.length <= kMost && p.users < kMost &&
          p.candidates < kMost && p.candidates * rows_of_candidate(p) < kMost &&
-         p.candidates * p.seeds * p.q_heads < 2 * kMost && most_tiles(p) < kMost && aligned(p.q) &&
-         aligned_stride(p.q_candidate_stride, p.candidates) && aligned_stride(p.q_seed_stride, p.seeds) &&
-         aligned_stride(p.q_head_stride, p.q_heads) &&
-         history_fits(p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride) &&
-         history_fits(p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride);
+         p.candidates * p.seeds * p.q_heads < 2 * kMost && most_tiles(p) < kMost;
 }
 
 size_t target_attention_workspace_bytes(const TargetAttentionProblem& problem) {
@@ -137,7 +138,7 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
                       cudaStream_t stream) {
   check_target_attention(problem);
   if (!target_attention_supported(problem)) {
-    throw std::invalid_argument("target_attention: types, strides or sizes do not suit the tensor-core kernel");
+    throw std::invalid_argument("target_attention: type, strides or sizes do not suit it: see target_attention_supported");
   }
   if (problem.candidates == 0 || problem.seeds == 0 || problem.q_heads == 0) return;
   AttentionParams params{};
@@ -153,6 +154,10 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
   params.problem = problem;
   params.rows_of_candidate = rows_of_candidate(problem);
   params.group = static_cast<int32_t>(problem.q_heads / problem.kv_heads);
+  params.queries_by_words =
+      problem.head_dim % kAlignedElements != 0 || !aligned(problem.q) ||
+      !aligned_stride(problem.q_candidate_stride, problem.candidates) ||
+      !aligned_stride(problem.q_seed_stride, problem.seeds) || !aligned_stride(problem.q_head_stride, problem.q_heads);
   params.rows_by_vectors = problem.head_dim % kAlignedElements == 0 && aligned(problem.out);
   // A scale of 0 makes all weights equal; as the smallest number it still keeps -infinity what it is.
   params.scale_log2 = std::max(static_cast<float>(problem.scale * kLog2OfE), std::numeric_limits<float>::min());
@@ -161,7 +166,10 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
   check(cudaGetDevice(&device), "no current device");
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
         "cannot count multiprocessors");
-  if (problem.type == ScalarType::kFloat16) {
+  if (problem.type == ScalarType::kFloat32) {
+    set_up_attention(params, multiprocessors, stream);
+    launch_attention_fp32(params, most_tiles(problem), multiprocessors, stream);
+  } else if (problem.type == ScalarType::kFloat16) {
     launch<__half>(params, multiprocessors, stream);
   } else {
     launch<__nv_bfloat16>(params, multiprocessors, stream);

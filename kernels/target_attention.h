@@ -53,12 +53,12 @@ struct TargetAttentionProblem {
   void* logsumexp = nullptr;  // fp32 (fp64), (candidates, seeds, q_heads), contiguous, or null; -infinity: no history
 };
 
-// Whether the tensor-core kernel for Hopper serves the problem: fp16 or bf16, and rows that the copy engine can
-// address.
+// Whether target_attention serves the problem: fp32; or fp16 and bf16 with a scale that is not negative, and keys and
+// values that the copy engine can address (16-byte aligned, strides multiples of 8). Rows of q may lie anywhere.
 bool target_attention_supported(const TargetAttentionProblem& problem);
 
-// Bytes of workspace that the tensor-core kernel needs. What they hold before and after does not matter, and launches
-// that follow each other on a stream (or in a graph) may share them. At least 256-byte aligned.
+// Bytes of workspace that target_attention needs. What they hold before and after does not matter, and launches that
+// follow each other on a stream (or in a graph) may share them. At least 256-byte aligned.
 size_t target_attention_workspace_bytes(const TargetAttentionProblem& problem);
 
 // Enqueues the computation on `stream` of the current device; reads nothing on the host and can be captured in a CUDA
@@ -66,7 +66,7 @@ size_t target_attention_workspace_bytes(const TargetAttentionProblem& problem);
 void target_attention(const TargetAttentionProblem& problem, void* workspace, size_t workspace_bytes,
                       cudaStream_t stream);
 
-// The same function for any type and strides, without tensor cores and without workspace: what fp32 takes.
+// The same function for any type, sizes and strides, slower and without workspace: what fp64 takes.
 void target_attention_generic(const TargetAttentionProblem& problem, cudaStream_t stream);
 
 }  // namespace ikbo::kernels

@@ -337,6 +337,23 @@ class Consumer {
         static_cast<float*>(p.logsumexp)[work.out_row[h]] = (rows.shift[h] + log2f(sum)) * kLn2;
       }
     }
+    if (params_.rows_by_vectors) {
+      store_by_vectors(o, factor, work);
+    } else {
+      store_by_words(o, factor, work);
+    }
+  }
+
+  // Two neighbouring columns of a row, rounded: of group `i` of 8, those of this thread's quarter.
+  static __device__ __forceinline__ uint32_t rounded(const float (&o)[DIM / 2], const float (&factor)[2], int i, int h) {
+    const float* const from = &o[4 * i + 2 * h];
+    return pack<T>(from[0] * factor[h], from[1] * factor[h]);
+  }
+
+  __device__ __forceinline__ void store_by_vectors(const float (&o)[DIM / 2], const float (&factor)[2],
+                                                   const Work& work) {
+    const TargetAttentionProblem& p = params_.problem;
+    const int quarter = thread_ % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       T* const row = static_cast<T*>(p.out) + work.out_row[h] * p.head_dim;
@@ -344,14 +361,50 @@ class Consumer {
       for (int i = 0; i < DIM / 32; ++i) {
         uint32_t pair[4];
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float* from = &o[4 * (4 * i + j) + 2 * h];
-          pair[j] = pack<T>(from[0] * factor[h], from[1] * factor[h]);
-        }
+        for (int j = 0; j < 4; ++j) pair[j] = rounded(o, factor, 4 * i + j, h);
         transpose_of_four(pair, quarter);
         const int column = 32 * i + 8 * quarter;
-        if (work.out_row[h] != kNoRow && column < p.head_dim) write(row, column, pair);
+        if (work.out_row[h] != kNoRow && column < p.head_dim) {
+          *reinterpret_cast<uint4*>(row + column) = uint4{pair[0], pair[1], pair[2], pair[3]};
+        }
       }
+    }
+  }
+
+  // Rows that are not aligned to 16 bytes: the four threads of a row write four words of it that follow each other. In a
+  // row that begins in the middle of a word these have the second half of one pair and the first of the next.
+  __device__ __forceinline__ void store_by_words(const float (&o)[DIM / 2], const float (&factor)[2],
+                                                 const Work& work) {
+    const TargetAttentionProblem& p = params_.problem;
+    const int quarter = thread_ % 4;
+    const auto dim = static_cast<int>(p.head_dim);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      auto* const row = static_cast<uint16_t*>(p.out) + work.out_row[h] * p.head_dim;
+      const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(row) >> 1 & 1);
+      const int end = work.out_row[h] != kNoRow ? dim : 0;
+      uint32_t before = 0;  // the pair of the group before
+#pragma unroll
+      for (int i = 0; i < DIM / 8; ++i) {
+        const uint32_t pair = rounded(o, factor, i, h);
+        // From the thread before; the first one gets the last one's of the group before.
+        const uint32_t lower = __shfl_sync(0xffff'ffff, quarter == 3 ? before : pair, thread_ % 32 / 4 * 4 + (quarter + 3) % 4);
+        before = pair;
+        const int column = 8 * i + 2 * quarter - odd;  // of the word
+        write_pair(row, column, end, odd != 0 ? lower >> 16 | pair << 16 : pair);
+      }
+      if (odd != 0 && quarter == 3) write_pair(row, DIM - 1, end, before >> 16);
+    }
+  }
+
+  // Elements `column` and the next, where they are in [0, end).
+  static __device__ __forceinline__ void write_pair(uint16_t* row, int column, int end, uint32_t pair) {
+    if (column >= 0 && column + 1 < end) {
+      *reinterpret_cast<uint32_t*>(row + column) = pair;
+    } else if (column >= 0 && column < end) {
+      row[column] = static_cast<uint16_t>(pair);
+    } else if (column == -1 && end > 0) {
+      row[0] = static_cast<uint16_t>(pair >> 16);
     }
   }
 
@@ -371,32 +424,16 @@ class Consumer {
     }
   }
 
-  __device__ __forceinline__ void write(T* row, int column, const uint32_t (&pair)[4]) {
-    const TargetAttentionProblem& p = params_.problem;
-    if (params_.rows_by_vectors) {
-      *reinterpret_cast<uint4*>(row + column) = uint4{pair[0], pair[1], pair[2], pair[3]};
-      return;
-    }
-#pragma unroll
-    for (int j = 0; j < 8; ++j) {
-      const auto bits = static_cast<uint16_t>(pair[j / 2] >> (j % 2 * 16));
-      if (column + j < p.head_dim) reinterpret_cast<uint16_t*>(row)[column + j] = bits;
-    }
-  }
-
   // Rows without history, or of a user that does not exist.
   __device__ void fill(const Work& work) {
     const TargetAttentionProblem& p = params_.problem;
     const float value = work.has_user ? 0.0f : quiet_nan<float>();
-    const uint32_t pair[4] = {pack<T>(value, value), pack<T>(value, value), pack<T>(value, value),
-                              pack<T>(value, value)};
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t number = work.out_row[h];
       if (number == kNoRow) continue;
-      for (int column = 8 * (thread_ % 4); column < p.head_dim; column += 32) {
-        write(static_cast<T*>(p.out) + number * p.head_dim, column, pair);
-      }
+      T* const row = static_cast<T*>(p.out) + number * p.head_dim;
+      for (int column = thread_ % 4; column < p.head_dim; column += 4) row[column] = narrow<T>(value);
       if (p.logsumexp != nullptr && thread_ % 4 == 0) {
         static_cast<float*>(p.logsumexp)[number] = work.has_user ? -infinity<float>() : value;
       }

@@ -1,6 +1,7 @@
 // Shared memory of the tensor-core kernel of target attention, and places in its rings.
 #pragma once
 
+#include "kernels/target_attention_packed.cuh"
 #include "kernels/target_attention_params.h"
 
 namespace ikbo::kernels {
@@ -12,7 +13,6 @@ constexpr int kLoaders = 64;
 constexpr int kReaders = 1 + kLoaders + kConsumers * kWarpgroup;  // of a drawn tile
 constexpr int kTileSlots = 2;
 constexpr int kStages = 2;
-constexpr uint32_t kNoRow = 0xffff'ffff;
 constexpr int kPanel = 64;  // elements of D in 128 bytes
 
 template <typename T, int DIM, int KEYS>

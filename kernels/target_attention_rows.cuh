@@ -87,9 +87,9 @@ __device__ __forceinline__ Sum max_of_row(Sum value) {
   return value;
 }
 
-// Rows of shared memory are one element longer than D, so that threads that read a column meet different banks.
+// Rows of shared memory have an odd length, so that threads that read a column meet different banks.
 inline int padded_dim(int64_t dim) {
-  return static_cast<int>(dim) + 1;
+  return static_cast<int>(dim) | 1;
 }
 
 inline unsigned grid_of(int64_t tasks) {

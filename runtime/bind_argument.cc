@@ -164,8 +164,11 @@ class Binder {
     switch (type_->kind()) {
       case TypeKind::TensorType: {
         // Python makes a 0-d tensor that does not take part in type promotion; so does this.
-        at::Tensor tensor = at::native::wrapped_scalar_tensor(at::Scalar(value));
-        return constant(options_.device.is_cpu() ? tensor : tensor.to(options_.device));
+        const at::Tensor tensor = at::native::wrapped_scalar_tensor(at::Scalar(value));
+        if (options_.device.is_cpu()) return constant(tensor);
+        const at::Tensor moved = tensor.to(options_.device);  // which forgets that it is a number
+        moved.unsafeGetTensorImpl()->set_wrapped_number(true);
+        return constant(moved);
       }
       case TypeKind::FloatType:
         return constant(static_cast<double>(value));

@@ -2,6 +2,7 @@
 
 #include <ATen/core/function_schema.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/reshape.h>
 #include <c10/core/InferenceMode.h>
 #include <fmt/ranges.h>
 
@@ -73,6 +74,7 @@ class Planner {
     bind_inputs();
     for (const Node& node : graph_.nodes) add_step(node);
     bind_outputs();
+    let_views_copy();
     mark_last_uses();
     return std::move(plan_);
   }
@@ -301,6 +303,24 @@ class Planner {
       }
       const std::vector<std::string> names = graph::value_names(spec.value);
       plan_.output_names.push_back(names.empty() ? "constant" : names.front());
+    }
+  }
+
+  // A graph says where a tensor could be viewed on the device, in the type and with the strides it was exported with.
+  // Elsewhere the same values may lie differently (attention in float64 on a GPU does), and a copy is as good, unless
+  // something could be written through the view.
+  void let_views_copy() {
+    for (const Step& step : plan_.steps) {
+      if (!step.written.empty()) return;
+    }
+    for (Step& step : plan_.steps) {
+      if (step.op && step.op->schema().name() == "aten::view" && step.op->schema().overload_name().empty()) {
+        step.native = [](torch::jit::Stack& stack) {
+          const std::vector<std::int64_t> sizes = stack.back().toIntVector();
+          stack.pop_back();
+          stack.back() = at::reshape(stack.back().toTensor(), sizes);
+        };
+      }
     }
   }
 

@@ -3,17 +3,18 @@
 #
 # usage: scripts/source_digest.sh NAME
 #   NAME: lce (written by bench/lce_bench), lce_peers (by bench/lce_peers.py), attention (by bench/attention_bench and
-#   bench/attention_peers.py), model and ranker (by scripts/measure_cpu.sh), ranker_gpu and
-#   ranker_gpu_compiled (by bench/ranker_gpu.py),
-#   checks (by scripts/gpu_check.sh)
+#   bench/attention_peers.py), model and ranker (by scripts/measure_cpu.sh), ranker_gpu and ranker_gpu_compiled (by bench/ranker_gpu.py),
+#   odd_sizes (by bench/odd_sizes.py), checks (by scripts/gpu_check.sh)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-lce=(kernels/linear_compression* kernels/hopper kernels/scalar*)
+lce=(kernels/linear_compression* kernels/hopper kernels/scalar* kernels/align_rows* kernels/unaligned_rows.cuh)
 skip=()
 case "${1:-}" in
   lce) paths=("${lce[@]}" bench/lce_bench.cpp bench/lce_contestants.* bench/lce_steps.* tests/gpu/lce_inputs.*) ;;
-  lce_peers) paths=("${lce[@]}" bench/lce_peers.py bench/lce_c_api.cpp) ;;
-  attention) paths=(kernels/target_attention* kernels/hopper kernels/scalar* bench/attention_*) ;;
+  lce_peers) paths=("${lce[@]}" bench/lce_peers.py bench/device_time.py bench/lce_c_api.cpp) ;;
+  attention) paths=(kernels/target_attention* kernels/hopper kernels/scalar* kernels/unaligned_rows.cuh bench/attention_*
+    bench/device_time.py) ;;
+  odd_sizes) paths=(kernels ops/cuda bench/odd_sizes.py bench/device_time.py) ;;
   model) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/movielens) ;;
   ranker) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/ranker.py) ;;
   checks) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt python tests/gpu tests/python) ;;

@@ -14,7 +14,9 @@
 #include <memory>
 #include <mutex>
 #include <tuple>
+#include <vector>
 
+#include "ops/cuda/aligned_rows.h"
 #include "ops/linear.h"
 
 namespace ikbo::cuda {
@@ -24,9 +26,9 @@ namespace {
 constexpr int64_t kChosenForRows = 1024;
 constexpr int64_t kChosenForBatch = 256;
 constexpr int64_t kMostBatches = 32768;  // of one call: more do not fit a grid's third dimension
-constexpr int64_t kWidestAlignment = 16;
+constexpr int64_t kAlignment = 16;  // bytes, of every row of a and b
 // A chain of sums in fp32 is cut after so many: its rounding error grows with its length.
-constexpr int64_t kLongestChain = 2048;
+constexpr int64_t kLongestChain = 1024;
 
 void check(cublasStatus_t status, const char* what) {
   TORCH_CHECK(status == CUBLAS_STATUS_SUCCESS, "cuBLASLt: ", what, ": ", cublasLtGetStatusString(status));
@@ -49,10 +51,9 @@ struct Shape {
   bool batched;  // over a and d
   bool tf32;
   int64_t m, n, k;
-  int64_t a_alignment, b_alignment;  // bytes
   c10::DeviceIndex device;
 
-  auto key() const { return std::tie(type, a_transposed, batched, tf32, m, n, k, a_alignment, b_alignment, device); }
+  auto key() const { return std::tie(type, a_transposed, batched, tf32, m, n, k, device); }
   bool operator<(const Shape& other) const { return key() < other.key(); }
 };
 
@@ -114,9 +115,11 @@ Layouts lay_out(const Shape& shape, int64_t n, int64_t batches, const Operand& a
 cublasLtMatmulAlgo_t choose(const Shape& shape) {
   const MatmulDescription description = describe(shape);
   const int64_t n = shape.batched ? shape.n : kChosenForRows;
-  const int64_t a_leading = shape.a_transposed ? shape.k : shape.m;
-  const Layouts layouts = lay_out(shape, n, shape.batched ? kChosenForBatch : 1,
-                                  {nullptr, a_leading, shape.m * shape.k}, {nullptr, shape.k, 0});
+  const int64_t elements = kAlignment / static_cast<int64_t>(c10::elementSize(shape.type));
+  const auto up = [&](int64_t size) { return (size + elements - 1) / elements * elements; };
+  const Layouts layouts =
+      lay_out(shape, n, shape.batched ? kChosenForBatch : 1,
+              {nullptr, up(shape.a_transposed ? shape.k : shape.m), up(shape.m) * shape.k}, {nullptr, up(shape.k), 0});
   cublasLtMatmulPreference_t preference = nullptr;
   check(cublasLtMatmulPreferenceCreate(&preference), "no preference");
   const Preference owned(preference);
@@ -126,10 +129,10 @@ cublasLtMatmulAlgo_t choose(const Shape& shape) {
   // Neither a workspace nor a reduction: K is never split.
   prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{0});
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, static_cast<uint32_t>(CUBLASLT_REDUCTION_SCHEME_NONE));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(shape.a_alignment));
-  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(shape.b_alignment));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, static_cast<uint32_t>(kAlignment));
+  prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, static_cast<uint32_t>(kAlignment));
   const auto item = static_cast<int64_t>(c10::elementSize(sum_type(shape.type)));
-  const auto d_alignment = static_cast<uint32_t>(std::min(kWidestAlignment, (shape.m * item) & -(shape.m * item)));
+  const auto d_alignment = static_cast<uint32_t>(std::min(kAlignment, (shape.m * item) & -(shape.m * item)));
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, d_alignment);
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, d_alignment);
   std::array<cublasLtMatmulHeuristicResult_t, 16> results{};
@@ -175,22 +178,6 @@ void multiply(const Shape& shape, int64_t n, int64_t batches, const Operand& a, 
         "a product failed");
 }
 
-// The alignment that rows of a dense tensor have, a power of two.
-int64_t row_alignment(const at::Tensor& tensor) {
-  const int64_t bytes = tensor.size(-1) * static_cast<int64_t>(tensor.element_size());
-  return std::min(kWidestAlignment, bytes & -bytes);
-}
-
-// The tensor, copied unless its rows are dense, apart, and as aligned as those of a copy would be.
-at::Tensor with_regular_rows(const at::Tensor& tensor) {
-  const int64_t alignment = row_alignment(tensor);
-  const auto item = static_cast<int64_t>(tensor.element_size());
-  bool regular = tensor.stride(-1) == 1 && tensor.stride(-2) >= tensor.size(-1) &&
-                 reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % static_cast<uintptr_t>(alignment) == 0;
-  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) regular = regular && tensor.stride(d) * item % alignment == 0;
-  return regular ? tensor : tensor.clone(at::MemoryFormat::Contiguous);
-}
-
 int64_t longest_chain(at::ScalarType type, int64_t k) {
   return type == at::kFloat ? std::min(kLongestChain, k) : k;
 }
@@ -206,16 +193,14 @@ at::Tensor row_product(const at::Tensor& x, const at::Tensor& w) {
   const int64_t rows = x.size(0), features = w.size(0), k = x.size(1);
   const auto options = x.options().dtype(sum_type(type));
   if (rows == 0 || features == 0 || k == 0) return at::zeros({rows, features}, options);
-  const at::Tensor regular_x = with_regular_rows(x);
-  const at::Tensor regular_w = with_regular_rows(w);
   at::Tensor out = at::empty({rows, features}, options);
   const int64_t chain = longest_chain(type, k);
   for (int64_t first = 0; first < k; first += chain) {
     const int64_t terms = std::min(chain, k - first);
-    const Shape shape{type,  /*a_transposed=*/true, /*batched=*/false, tf32(type),        features, 0,
-                      terms, row_alignment(w),      row_alignment(x),  x.device().index()};
-    multiply(shape, rows, 1, {regular_w.narrow(1, first, terms).const_data_ptr(), regular_w.stride(0), 0},
-             {regular_x.narrow(1, first, terms).const_data_ptr(), regular_x.stride(0), 0}, first > 0, out);
+    const Shape shape{type,     /*a_transposed=*/true, /*batched=*/false, tf32(type), features, 0, terms,
+                      x.device().index()};
+    multiply(shape, rows, 1, {w.narrow(1, first, terms).const_data_ptr(), w.stride(0), 0},
+             {x.narrow(1, first, terms).const_data_ptr(), x.stride(0), 0}, first > 0, out);
   }
   return out;
 }
@@ -225,14 +210,15 @@ at::Tensor stack_product(const at::Tensor& w, const at::Tensor& e) {
   const int64_t rows = e.size(0), m = w.size(0), k = w.size(1), n = e.size(2);
   const auto options = e.options().dtype(sum_type(type));
   if (rows == 0 || m == 0 || k == 0 || n == 0) return at::zeros({rows, m, n}, options);
-  const at::Tensor regular_e = with_regular_rows(e);
-  const at::Tensor regular_w = with_regular_rows(w);
+  const std::vector<at::Tensor> operands = with_aligned_rows({e, w}, c10::cuda::getCurrentCUDAStream());
+  const at::Tensor& regular_e = operands[0];
+  const at::Tensor& regular_w = operands[1];
   at::Tensor out = at::empty({rows, m, n}, options);
   const int64_t chain = longest_chain(type, k);
   for (int64_t first = 0; first < k; first += chain) {
     const int64_t terms = std::min(chain, k - first);
-    const Shape shape{type,  /*a_transposed=*/false, /*batched=*/true, tf32(type),        n, m,
-                      terms, row_alignment(e),       row_alignment(w), e.device().index()};
+    const Shape shape{type,  /*a_transposed=*/false, /*batched=*/true, tf32(type), n, m, terms,
+                      e.device().index()};
     const at::Tensor part_of_w = regular_w.narrow(1, first, terms);
     for (int64_t row = 0; row < rows; row += kMostBatches) {
       const int64_t count = std::min(kMostBatches, rows - row);

@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "kernels/finish_sums.h"
+#include "ops/cuda/aligned_rows.h"
 #include "ops/cuda/call.h"
 #include "ops/cuda/library_product.h"
 
@@ -41,17 +42,24 @@ at::Tensor linear_cuda(const at::Tensor& x_cand, const at::Tensor& w_cand, at::T
   const Call call(kLinear, x_cand);
   at::Tensor out = at::empty({x_cand.size(0), w_cand.size(0)}, x_cand.options());
   if (out.numel() == 0) return out;
-  const at::Tensor sums = row_product(x_cand, w_cand);
+  std::vector<Matrix> operands = {{x_cand, false}, {w_cand, true}};
+  for (size_t t = 0; t < x_bcast.size(); ++t) {
+    operands.push_back({x_bcast[t], false});
+    operands.push_back({w_bcast[t], true});
+  }
+  const std::vector<at::Tensor> regular = enlarged(operands, call.stream());
+  const at::Tensor sums = row_product(regular[0], regular[1]);
   kernels::FinishSums job{.type = scalar_type_of(x_cand.scalar_type()),
                           .out_type = scalar_type_of(out.scalar_type()),
                           .candidates = out.size(0),
                           .columns = out.size(1),
+                          .row_stride = sums.size(1),
                           .sums = sums.const_data_ptr(),
                           .activation = activation_of(parsed),
                           .out = out.mutable_data_ptr()};
   std::vector<at::Tensor> kept;
   for (size_t t = 0; t < x_bcast.size(); ++t) {
-    const at::Tensor user_sums = row_product(x_bcast[t], w_bcast[t]);
+    const at::Tensor user_sums = row_product(regular[2 * t + 2], regular[2 * t + 3]);
     const at::Tensor dense_index = index[t].contiguous();
     job.terms.push_back({user_sums.const_data_ptr(), user_sums.size(0), dense_index.const_data_ptr<int32_t>()});
     kept.insert(kept.end(), {user_sums, dense_index});

@@ -78,6 +78,7 @@ void compress_generally(const CompressionTensors& tensors, at::TensorList index,
                           .out_type = scalar_type_of(out.scalar_type()),
                           .candidates = out.size(0),
                           .columns = out.size(1) * out.size(2),
+                          .row_stride = out.size(1) * out.size(2),
                           .sums = sums.const_data_ptr(),
                           .out = out.mutable_data_ptr()};
   std::vector<at::Tensor> kept;

@@ -5,11 +5,11 @@
 #include <ATen/ops/neg.h>
 #include <ATen/ops/zeros.h>
 
-#include <algorithm>
 #include <cmath>
 #include <vector>
 
 #include "kernels/target_attention_backward.h"
+#include "ops/cuda/aligned_rows.h"
 #include "ops/cuda/call.h"
 #include "ops/linear.h"
 
@@ -26,26 +26,6 @@ struct Job {
   at::Tensor q, k, v, candidate_to_user, kv_lengths, kv_offsets;
   kernels::TargetAttentionProblem problem;
 };
-
-// The tensor, or a copy whose rows the kernel can read by 16 bytes: aligned, as far apart, and with storage behind the
-// last row where D is no multiple of 8. D keeps its size.
-at::Tensor with_aligned_rows(const at::Tensor& tensor) {
-  constexpr int64_t kElements = 8;
-  const int64_t dim = (tensor.size(-1) + kElements - 1) / kElements * kElements;
-  int64_t end = tensor.storage_offset() + dim;  // of the last row, in elements of the storage
-  bool aligned = tensor.stride(-1) == 1 && reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % 16 == 0;
-  for (int64_t d = 0; d + 1 < tensor.dim(); ++d) {
-    aligned = aligned && (tensor.size(d) <= 1 || (tensor.stride(d) > 0 && tensor.stride(d) % kElements == 0));
-    end += std::max<int64_t>(tensor.size(d) - 1, 0) * tensor.stride(d);
-  }
-  aligned = aligned && (tensor.numel() == 0 || end * static_cast<int64_t>(tensor.element_size()) <=
-                                                   static_cast<int64_t>(tensor.storage().nbytes()));
-  if (aligned) return tensor;
-  std::vector<int64_t> sizes = tensor.sizes().vec();
-  sizes.back() = dim;
-  const at::Tensor rows = at::empty(sizes, tensor.options().memory_format(at::MemoryFormat::Contiguous));
-  return rows.narrow(-1, 0, tensor.size(-1)).copy_(tensor);
-}
 
 Job job_of(const char* op, const AttentionArguments& arguments) {
   TORCH_CHECK_VALUE(arguments.q.size(3) <= kMaxDim, op, ": q has D=", arguments.q.size(3), ", on CUDA at most ",
@@ -110,9 +90,11 @@ std::tuple<at::Tensor, at::Tensor> attention_cuda(const char* op, const Attentio
   at::Tensor regular_q = q, regular_k = arguments.k, regular_v = arguments.v;
   const double scale = attention_scale(arguments);
   if (by_matrix_unit) {
-    regular_q = with_aligned_rows(scale < 0 ? q.neg() : q);
-    regular_k = with_aligned_rows(arguments.k);
-    regular_v = with_aligned_rows(arguments.v);
+    if (scale < 0) regular_q = q.neg();
+    // Keys and values are small beside the queries, which the kernel reads as they are.
+    const std::vector<at::Tensor> history = with_aligned_rows({arguments.k, arguments.v}, call.stream());
+    regular_k = history[0];
+    regular_v = history[1];
   }
   Job job = job_of(op, {regular_q, regular_k, regular_v, arguments.candidate_to_user, arguments.kv_lengths,
                         arguments.kv_offsets, by_matrix_unit ? std::abs(scale) : scale});

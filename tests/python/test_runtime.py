@@ -245,6 +245,34 @@ def test_inputs_of_any_layout(tmp_path):
             torch.testing.assert_close(ours, theirs.detach(), rtol=1e-5, atol=1e-6, msg=folder.name)
 
 
+def test_a_view_that_was_possible_where_the_model_was_exported(tmp_path):
+    """Copies where strides rule a view out, as those of another device may; not where something is written through it."""
+
+    class View(nn.Module):
+        def forward(self, x):
+            return x.view(-1, 6) + 1
+
+    class WrittenView(nn.Module):
+        def forward(self, x):
+            y = x * 1
+            y.view(-1).add_(1)
+            return x.view(-1, 6) + y.view(-1, 6)
+
+    x = torch.randn(4, 3, 2)
+    folders = [write_inputs(tmp_path / name, [t]) for name, t in (("dense", x), ("strided", x.transpose(0, 1).contiguous().transpose(0, 1)))]
+    archive = tmp_path / "view.pt2"
+    torch.export.save(torch.export.export(View(), (x,)), archive)
+    for folder in folders:
+        done = run(archive, [folder])
+        assert done.returncode == 0, done.stderr
+        assert torch.equal(read_outputs(folder)[0], x.reshape(-1, 6) + 1)
+    torch.export.save(torch.export.export(WrittenView(), (x,)), archive)
+    assert run(archive, folders[:1]).returncode == 0
+    done = run(archive, folders[1:])
+    assert done.returncode != 0
+    assert "view" in done.stderr
+
+
 def test_higher_order_operators_name_the_remedy(tmp_path):
     class NoGrad(nn.Module):
         def forward(self, x):
