@@ -1,15 +1,17 @@
 // Linear compression: our stages, cuBLAS and the floor, in one process and interleaved, timed on the device.
 //
-// usage: lce_bench [--cases main|sweep|tune] [--type bf16|fp16|both] [--rounds N] [--batch N] [--json FILE] [--filter
-// NAME]
+// usage: lce_bench [--cases main|sweep|tune] [--type bf16|fp16|both] [--stage NAME] [--rounds N] [--json FILE]
+//                  [--batch N] [--ratio N] [--m N] [--n N] [--k-user N] [--k-cand N]
+// `ikbo bench lce` and `ikbo tune lce` run it.
 #include <algorithm>
 #include <cstdio>
-#include <cstring>
 #include <fstream>
+#include <map>
 #include <stdexcept>
 
 #include "bench/lce_contestants.h"
 #include "bench/lce_steps.h"
+#include "bench/replay.h"
 
 namespace ikbo::bench {
 namespace {
@@ -19,16 +21,13 @@ using kernels::ScalarType;
 using testing::check;
 using testing::DeviceBuffer;
 
-constexpr double kTargetMilliseconds = 6;  // of one graph
-constexpr int kMostCalls = 400;
-
 struct Options {
   std::string cases = "main";
   std::string type = "both";
   std::string json;
-  std::string filter;
+  std::string stage;
   int rounds = 15;
-  int64_t batch = 1024;  // of main and tune
+  LceCase shape;  // a sweep varies its batch and its ratio
 };
 
 struct Row {
@@ -44,89 +43,6 @@ struct Floor {
   double matmul_fp16 = 0;
   double copy = 0;
 };
-
-// A contestant's calls, captured in a graph that lasts some milliseconds.
-class Replay {
- public:
-  Replay(const Contestant& contestant, cudaStream_t stream) : stream_(stream) {
-    for (cudaEvent_t& event : events_) {
-      check(cudaEventCreate(&event), "cudaEventCreate");
-    }
-    for (int call = 0; call < 3; ++call) {
-      contestant.run(call, stream);
-    }
-    check(cudaEventRecord(events_[0], stream), "cudaEventRecord");
-    for (int call = 0; call < 5; ++call) {
-      contestant.run(call, stream);
-    }
-    check(cudaEventRecord(events_[1], stream), "cudaEventRecord");
-    const double once = std::max(elapsed() / 5, 1e-3);
-    calls_ = std::clamp(static_cast<int>(kTargetMilliseconds / once), 2, kMostCalls);
-    cudaGraph_t graph = nullptr;
-    check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeRelaxed), "capture");
-    for (int call = 0; call < calls_; ++call) {
-      contestant.run(call, stream);
-    }
-    check(cudaStreamEndCapture(stream, &graph), "capture");
-    check(cudaGraphInstantiate(&executable_, graph, 0), "cudaGraphInstantiate");
-    check(cudaGraphDestroy(graph), "cudaGraphDestroy");
-  }
-  ~Replay() {
-    cudaGraphExecDestroy(executable_);
-    for (cudaEvent_t event : events_) {
-      cudaEventDestroy(event);
-    }
-  }
-  Replay(const Replay&) = delete;
-  Replay& operator=(const Replay&) = delete;
-
-  double microseconds_a_call() {
-    check(cudaEventRecord(events_[0], stream_), "cudaEventRecord");
-    check(cudaGraphLaunch(executable_, stream_), "cudaGraphLaunch");
-    check(cudaEventRecord(events_[1], stream_), "cudaEventRecord");
-    return elapsed() * 1e3 / calls_;
-  }
-
- private:
-  double elapsed() {
-    check(cudaEventSynchronize(events_[1]), "cudaEventSynchronize");
-    float milliseconds = 0;
-    check(cudaEventElapsedTime(&milliseconds, events_[0], events_[1]), "cudaEventElapsedTime");
-    return milliseconds;
-  }
-
-  cudaStream_t stream_;
-  cudaEvent_t events_[2]{};
-  cudaGraphExec_t executable_ = nullptr;
-  int calls_ = 0;
-};
-
-double median(std::vector<double> values) {
-  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
-  return values[values.size() / 2];
-}
-
-// Every round replays each contestant once, so that heat and clocks are the same for all.
-std::vector<double> measure(const std::vector<Contestant>& contestants, int rounds, cudaStream_t stream) {
-  std::vector<std::unique_ptr<Replay>> replays;
-  for (const Contestant& contestant : contestants) {
-    replays.push_back(std::make_unique<Replay>(contestant, stream));
-  }
-  std::vector<std::vector<double>> times(contestants.size());
-  for (int round = 0; round < rounds + 1; ++round) {
-    for (size_t i = 0; i < replays.size(); ++i) {
-      const double time = replays[i]->microseconds_a_call();
-      if (round > 0) {
-        times[i].push_back(time);
-      }
-    }
-  }
-  std::vector<double> medians;
-  for (auto& values : times) {
-    medians.push_back(median(std::move(values)));
-  }
-  return medians;
-}
 
 Floor measure_floor(Cublas& cublas, int rounds, cudaStream_t stream) {
   constexpr int64_t kSize = 8192;
@@ -184,27 +100,50 @@ void write_json(const std::string& path, const std::vector<Row>& rows, const Flo
   }
 }
 
-std::vector<LceCase> cases_of(const std::string& name, int64_t main_batch) {
-  if (name == "main" || name == "tune") {
-    LceCase shape;
-    shape.batch = main_batch;
-    return {shape};
+std::vector<LceCase> cases_of(const Options& options) {
+  if (options.cases == "main" || options.cases == "tune") {
+    return {options.shape};
   }
-  if (name == "sweep") {
+  if (options.cases == "sweep") {
     std::vector<LceCase> cases;
     for (const int64_t batch : {10, 64, 128, 512, 1024, 1536, 2048, 2560, 3072}) {
-      cases.emplace_back().batch = batch;
+      cases.emplace_back(options.shape).batch = batch;
     }
     for (const int64_t ratio : {2, 5, 10, 50, 100, 1000}) {
-      cases.emplace_back().ratio = ratio;
+      cases.emplace_back(options.shape).ratio = ratio;
     }
     return cases;
   }
-  throw std::invalid_argument("--cases must be main, sweep or tune, not " + name);
+  throw std::invalid_argument("--cases must be main, sweep or tune, not " + options.cases);
 }
 
-std::string config_name(const std::string& stage, const kernels::LinearCompressionConfig& config) {
-  return stage + " " + std::to_string(config.block_m) + " " + std::to_string(config.cluster);
+std::string config_name(const kernels::LinearCompressionConfig& config) {
+  return "block_m " + std::to_string(config.block_m) + ", cluster " + std::to_string(config.cluster);
+}
+
+// All configurations of a shape, the fastest first.
+void tune(const LceCase& shape, Cublas& cublas, const Floor& floor, int multiprocessors, int rounds,
+          std::vector<Row>& rows, cudaStream_t stream) {
+  LceContest contest(shape, cublas, false);
+  const auto chosen = kernels::choose_linear_compression_config(contest.shape(), multiprocessors);
+  const size_t others = contest.contestants().size();
+  for (const auto& config : kernels::legal_linear_compression_configs(contest.shape(), multiprocessors)) {
+    contest.add_ours(config_name(config), config, LinearCompressionStage::kFusedWs);
+  }
+  const std::vector<Contestant> contestants(contest.contestants().begin() + static_cast<std::ptrdiff_t>(others),
+                                            contest.contestants().end());
+  const auto times = measure(contestants, rounds, stream);
+  std::vector<Row> found;
+  for (size_t i = 0; i < contestants.size(); ++i) {
+    found.push_back({shape, contestants[i].name, "ours", times[i], contestants[i].operations / times[i] * 1e-6});
+  }
+  std::sort(found.begin(), found.end(), [](const Row& a, const Row& b) { return a.microseconds < b.microseconds; });
+  print(found, floor);
+  const auto choice =
+      std::find_if(found.begin(), found.end(), [&](const Row& row) { return row.name == config_name(chosen); });
+  std::printf("best: %s. Chosen without measuring: %s, %.1f%% slower.\n", found.front().name.c_str(),
+              config_name(chosen).c_str(), 100 * (choice->microseconds / found.front().microseconds - 1));
+  rows.insert(rows.end(), found.begin(), found.end());
 }
 
 void run(const Options& options) {
@@ -221,24 +160,25 @@ void run(const Options& options) {
     if (options.type != "both" && options.type != name_of(type)) {
       continue;
     }
-    for (LceCase shape : cases_of(options.cases, options.batch)) {
+    for (LceCase shape : cases_of(options)) {
       shape.type = type;
+      if (options.cases == "tune") {
+        tune(shape, cublas, floor, properties.multiProcessorCount, options.rounds, rows, stream);
+        continue;
+      }
       const bool with_slow_stages = options.cases == "main";
       LceContest contest(shape, cublas, with_slow_stages);
       const auto choice = kernels::choose_linear_compression_config(contest.shape(), properties.multiProcessorCount);
       contest.add_ours("fused", choice, LinearCompressionStage::kFused);
       contest.add_ours("fused_ws", choice, LinearCompressionStage::kFusedWs);
-      if (options.cases == "tune") {
-        for (const auto& config :
-             kernels::legal_linear_compression_configs(contest.shape(), properties.multiProcessorCount)) {
-          contest.add_ours(config_name("fused_ws", config), config, LinearCompressionStage::kFusedWs);
-        }
-      }
       std::vector<Contestant> contestants;
       for (const Contestant& contestant : contest.contestants()) {
-        if (contestant.name.find(options.filter) != std::string::npos) {
+        if (contestant.name.find(options.stage) != std::string::npos) {
           contestants.push_back(contestant);
         }
+      }
+      if (contestants.empty()) {
+        throw std::invalid_argument("no stage has '" + options.stage + "' in its name");
       }
       const auto times = measure(contestants, options.rounds, stream);
       std::vector<Row> of_case;
@@ -267,26 +207,31 @@ void run(const Options& options) {
 
 Options parse(int count, char** arguments) {
   Options options;
+  const std::map<std::string, std::string*> texts = {
+      {"--cases", &options.cases}, {"--type", &options.type}, {"--json", &options.json}, {"--stage", &options.stage}};
+  const std::map<std::string, int64_t*> sizes = {
+      {"--batch", &options.shape.batch}, {"--ratio", &options.shape.ratio},   {"--m", &options.shape.m},
+      {"--n", &options.shape.n},         {"--k-user", &options.shape.k_user}, {"--k-cand", &options.shape.k_candidate}};
   for (int i = 1; i < count; i += 2) {
     const std::string name = arguments[i];
     if (i + 1 == count) {
       throw std::invalid_argument(name + " needs a value");
     }
     const std::string value = arguments[i + 1];
-    if (name == "--cases") {
-      options.cases = value;
-    } else if (name == "--type") {
-      options.type = value;
+    if (texts.contains(name)) {
+      *texts.at(name) = value;
+    } else if (sizes.contains(name)) {
+      *sizes.at(name) = std::stoll(value);
     } else if (name == "--rounds") {
       options.rounds = std::stoi(value);
-    } else if (name == "--batch") {
-      options.batch = std::stoll(value);
-    } else if (name == "--json") {
-      options.json = value;
-    } else if (name == "--filter") {
-      options.filter = value;
     } else {
       throw std::invalid_argument("unknown option " + name);
+    }
+  }
+  const LceCase& shape = options.shape;
+  for (const int64_t size : {shape.batch, shape.ratio, shape.m, shape.n, shape.k_user, shape.k_candidate}) {
+    if (size < 1) {
+      throw std::invalid_argument("sizes must be positive");
     }
   }
   return options;

@@ -146,9 +146,11 @@ int run(BenchCommand& command) {
 
 void add_bench(CLI::App& app, Action& action) {
   auto command = std::make_shared<BenchCommand>();
-  CLI::App* bench = app.add_subcommand(
-      "bench", "Measures a model in several modes.\n\nExample:\n  ikbo bench model ranker.pt2 --request-only 'user_*'");
+  CLI::App* bench = app.add_subcommand("bench",
+                                       "Measures a model in several modes, or a kernel.\n\nExample:\n  ikbo bench "
+                                       "model ranker.pt2 --request-only 'user_*'");
   bench->require_subcommand(1);
+  add_bench_lce(*bench, action);
   CLI::App* sub = bench->add_subcommand(
       "model",
       "Measures three ways to run a model in one process: broadcast, split and ikbo.\n\n"

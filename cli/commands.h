@@ -19,5 +19,7 @@ void add_verify(CLI::App& app, Action& action);
 void add_spec(CLI::App& app, Action& action);
 void add_score(CLI::App& app, Action& action);
 void add_bench(CLI::App& app, Action& action);
+void add_bench_lce(CLI::App& bench, Action& action);  // of `ikbo bench`
+void add_tune(CLI::App& app, Action& action);
 
 }  // namespace ikbo::cli

@@ -60,6 +60,7 @@ int run(int argc, char** argv) {
   ikbo::cli::add_spec(app, action);
   ikbo::cli::add_score(app, action);
   ikbo::cli::add_bench(app, action);
+  ikbo::cli::add_tune(app, action);
   try {
     app.parse(argc, argv);
   } catch (const CLI::ParseError& error) {

@@ -1,7 +1,6 @@
-#include "kernels/align_rows.h"
-
 #include <algorithm>
 
+#include "kernels/align_rows.h"
 #include "kernels/scalars.cuh"
 
 namespace ikbo::kernels {
@@ -47,18 +46,14 @@ __device__ __forceinline__ uint4 vector_of_halves(const uint16_t* row, int64_t c
   if ((reinterpret_cast<uintptr_t>(from) & 2) == 0) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      word[i] = 2 * i + 1 < left  ? reinterpret_cast<const uint32_t*>(from)[i]
-                : 2 * i < left ? from[2 * i]
-                               : 0;
+      word[i] = 2 * i + 1 < left ? reinterpret_cast<const uint32_t*>(from)[i] : 2 * i < left ? from[2 * i] : 0;
     }
   } else {
     // Whole words hold elements 2 i - 1 and 2 i. The first half of the first is another row's, or of this one.
     uint32_t whole[5];
 #pragma unroll
     for (int i = 0; i < 5; ++i) {
-      whole[i] = 2 * i < left       ? reinterpret_cast<const uint32_t*>(from - 1)[i]
-                 : 2 * i - 1 < left ? from[2 * i - 1]
-                                    : 0;
+      whole[i] = 2 * i < left ? reinterpret_cast<const uint32_t*>(from - 1)[i] : 2 * i - 1 < left ? from[2 * i - 1] : 0;
     }
 #pragma unroll
     for (int i = 0; i < 4; ++i) word[i] = whole[i] >> 16 | whole[i + 1] << 16;
@@ -99,9 +94,9 @@ __global__ void align_rows_kernel(const __grid_constant__ Params params) {
       const int64_t j = outer - i * rows.sizes[1];
       const int64_t offset = i * rows.strides[0] + j * rows.strides[1] + k * rows.strides[2];
       const char* const from = static_cast<const char*>(rows.from) + offset * rows.element_bytes;
-      value = rows.element_bytes == 2
-                  ? vector_of_halves(reinterpret_cast<const uint16_t*>(from), rows.columns, at * 8)
-                  : vector_of_words(reinterpret_cast<const uint32_t*>(from), rows.columns * rows.element_bytes / 4, at * 4);
+      value = rows.element_bytes == 2 ? vector_of_halves(reinterpret_cast<const uint16_t*>(from), rows.columns, at * 8)
+                                      : vector_of_words(reinterpret_cast<const uint32_t*>(from),
+                                                        rows.columns * rows.element_bytes / 4, at * 4);
     }
     static_cast<uint4*>(rows.to)[vector] = value;
   }
@@ -117,8 +112,12 @@ void launch(const AlignRows* jobs, size_t count, cudaStream_t stream) {
     if (vectors == 0) continue;
     constexpr int64_t kMostBlocks = 65'536;
     const auto own = static_cast<unsigned>(std::min((vectors + kThreads - 1) / kThreads, kMostBlocks));
-    params.jobs[params.count++] = {jobs[i], Divider(vectors_of_row), Divider(std::max<int64_t>(jobs[i].sizes[2], 1)),
-                                   Divider(std::max<int64_t>(jobs[i].sizes[1], 1)), blocks, own};
+    params.jobs[params.count++] = {jobs[i],
+                                   Divider(vectors_of_row),
+                                   Divider(std::max<int64_t>(jobs[i].sizes[2], 1)),
+                                   Divider(std::max<int64_t>(jobs[i].sizes[1], 1)),
+                                   blocks,
+                                   own};
     blocks += own;
     most = std::max(most, vectors);
   }

@@ -8,8 +8,8 @@
 
 namespace ikbo::kernels {
 
-// to[i, j, k, :columns] = from[i, j, k, :]. Elements are plain bytes, strides are in elements, `from` has stride 1 along
-// its rows.
+// to[i, j, k, :columns] = from[i, j, k, :]. Elements are plain bytes, strides are in elements, `from` has stride 1
+// along its rows.
 struct AlignRows {
   const void* from = nullptr;  // a multiple of element_bytes
   int element_bytes = 2;       // 2, 4 or 8

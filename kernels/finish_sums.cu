@@ -113,7 +113,7 @@ void finish_sums(const FinishSums& job, cudaStream_t stream) {
                                 std::to_string(job.terms.size()));
   }
   if (job.candidates == 0 || job.columns == 0) return;
-  Params p{job.candidates, job.columns, job.row_stride, job.sums, {}, static_cast<int>(job.terms.size()),
+  Params p{job.candidates, job.columns,    job.row_stride, job.sums, {}, static_cast<int>(job.terms.size()),
            job.bias,       job.activation, job.out};
   std::copy(job.terms.begin(), job.terms.end(), p.terms);
   with_scalar(job.type, [&](auto scalar) {

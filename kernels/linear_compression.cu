@@ -297,9 +297,9 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
   }
 
   if (params.store_by_copy_engine) {
-    params.out = hopper::tensor_map_16_bit(problem.out, is_fp16, {problem.n, problem.m, problem.batch},
-                                           {problem.n, problem.m * problem.n}, {kBlockColumns, config.block_m, 1},
-                                           kName);
+    params.out =
+        hopper::tensor_map_16_bit(problem.out, is_fp16, {problem.n, problem.m, problem.batch},
+                                  {problem.n, problem.m * problem.n}, {kBlockColumns, config.block_m, 1}, kName);
   }
 
   const int broadcast_tiles = params.broadcast_terms == 0 ? 0 : params.terms[params.broadcast_terms - 1].tile_end;

@@ -207,11 +207,13 @@ __device__ inline void send_out(const LinearCompressionParams& params, SharedMem
     hopper::named_barrier_sync(kOutFilled + warpgroup, kWarpgroupThreads);
     const uint32_t panel = hopper::shared_address(shared.out[warpgroup]);
     const int rows = static_cast<int>(min(params.m - m, static_cast<int64_t>(P::kBlockM)));
-    auto* const to = static_cast<typename P::T*>(params.out_pointer) +
-                     (work.candidate * params.m + m) * params.n + work.column;
-#pragma unroll 4
-    for (int row = static_cast<int>(warp); row < rows; row += P::kWarpgroupWarps) {
-      write_row(panel, row, to + row * params.n, static_cast<int>(params.n) - work.column, static_cast<int>(lane));
+    auto* const to =
+        static_cast<uint16_t*>(params.out_pointer) + (work.candidate * params.m + m) * params.n + work.column;
+    constexpr int kRowsAtATime = 4;
+#pragma unroll 1
+    for (int row = static_cast<int>(warp); row < rows; row += kRowsAtATime * P::kWarpgroupWarps) {
+      write_panel_rows<kRowsAtATime>(panel, row, P::kWarpgroupWarps, rows, to, params.n,
+                                     static_cast<int>(params.n) - work.column, static_cast<int>(lane));
     }
     return;
   }

@@ -121,12 +121,15 @@ bool target_attention_supported(const TargetAttentionProblem& p) {
     return aligned(pointer) && aligned_stride(user, users) && aligned_stride(row, p.length) &&
            aligned_stride(head, p.kv_heads);
   };
-  const bool suits_unit = sixteen_bit && p.scale >= 0 &&
+  // Queries are read 16 bytes at a time, the last of a row as well.
+  const bool queries_fit = aligned(p.q) && aligned_stride(p.q_candidate_stride, p.candidates) &&
+                           aligned_stride(p.q_seed_stride, p.seeds) && aligned_stride(p.q_head_stride, p.q_heads);
+  const bool suits_unit = sixteen_bit && p.scale >= 0 && queries_fit &&
                           history_fits(p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride) &&
                           history_fits(p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride);
-  return (fp32 || suits_unit) && p.head_dim <= 256 && p.length <= kMost && p.users < kMost &&
-         p.candidates < kMost && p.candidates * rows_of_candidate(p) < kMost &&
-         p.candidates * p.seeds * p.q_heads < 2 * kMost && most_tiles(p) < kMost;
+  return (fp32 || suits_unit) && p.head_dim <= 256 && p.length <= kMost && p.users < kMost && p.candidates < kMost &&
+         p.candidates * rows_of_candidate(p) < kMost && p.candidates * p.seeds * p.q_heads < 2 * kMost &&
+         most_tiles(p) < kMost;
 }
 
 size_t target_attention_workspace_bytes(const TargetAttentionProblem& problem) {
@@ -138,7 +141,8 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
                       cudaStream_t stream) {
   check_target_attention(problem);
   if (!target_attention_supported(problem)) {
-    throw std::invalid_argument("target_attention: type, strides or sizes do not suit it: see target_attention_supported");
+    throw std::invalid_argument(
+        "target_attention: type, strides or sizes do not suit it: see target_attention_supported");
   }
   if (problem.candidates == 0 || problem.seeds == 0 || problem.q_heads == 0) return;
   AttentionParams params{};
@@ -154,10 +158,6 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
   params.problem = problem;
   params.rows_of_candidate = rows_of_candidate(problem);
   params.group = static_cast<int32_t>(problem.q_heads / problem.kv_heads);
-  params.queries_by_words =
-      problem.head_dim % kAlignedElements != 0 || !aligned(problem.q) ||
-      !aligned_stride(problem.q_candidate_stride, problem.candidates) ||
-      !aligned_stride(problem.q_seed_stride, problem.seeds) || !aligned_stride(problem.q_head_stride, problem.q_heads);
   params.rows_by_vectors = problem.head_dim % kAlignedElements == 0 && aligned(problem.out);
   // A scale of 0 makes all weights equal; as the smallest number it still keeps -infinity what it is.
   params.scale_log2 = std::max(static_cast<float>(problem.scale * kLog2OfE), std::numeric_limits<float>::min());

@@ -53,8 +53,9 @@ struct TargetAttentionProblem {
   void* logsumexp = nullptr;  // fp32 (fp64), (candidates, seeds, q_heads), contiguous, or null; -infinity: no history
 };
 
-// Whether target_attention serves the problem: fp32; or fp16 and bf16 with a scale that is not negative, and keys and
-// values that the copy engine can address (16-byte aligned, strides multiples of 8). Rows of q may lie anywhere.
+// Whether target_attention serves the problem: fp32; or fp16 and bf16 with a scale that is not negative and rows that
+// can be read 16 bytes at a time: q, k and v aligned to 16 bytes, strides multiples of 8, and memory up to the next
+// multiple of 8 elements behind every row of q where D is none.
 bool target_attention_supported(const TargetAttentionProblem& problem);
 
 // Bytes of workspace that target_attention needs. What they hold before and after does not matter, and launches that

@@ -345,7 +345,8 @@ class Consumer {
   }
 
   // Two neighbouring columns of a row, rounded: of group `i` of 8, those of this thread's quarter.
-  static __device__ __forceinline__ uint32_t rounded(const float (&o)[DIM / 2], const float (&factor)[2], int i, int h) {
+  static __device__ __forceinline__ uint32_t rounded(const float (&o)[DIM / 2], const float (&factor)[2], int i,
+                                                     int h) {
     const float* const from = &o[4 * i + 2 * h];
     return pack<T>(from[0] * factor[h], from[1] * factor[h]);
   }
@@ -371,8 +372,8 @@ class Consumer {
     }
   }
 
-  // Rows that are not aligned to 16 bytes: the four threads of a row write four words of it that follow each other. In a
-  // row that begins in the middle of a word these have the second half of one pair and the first of the next.
+  // Rows that are not aligned to 16 bytes: the four threads of a row write four words of it that follow each other. In
+  // a row that begins in the middle of a word these have the second half of one pair and the first of the next.
   __device__ __forceinline__ void store_by_words(const float (&o)[DIM / 2], const float (&factor)[2],
                                                  const Work& work) {
     const TargetAttentionProblem& p = params_.problem;
@@ -388,7 +389,8 @@ class Consumer {
       for (int i = 0; i < DIM / 8; ++i) {
         const uint32_t pair = rounded(o, factor, i, h);
         // From the thread before; the first one gets the last one's of the group before.
-        const uint32_t lower = __shfl_sync(0xffff'ffff, quarter == 3 ? before : pair, thread_ % 32 / 4 * 4 + (quarter + 3) % 4);
+        const uint32_t lower =
+            __shfl_sync(0xffff'ffff, quarter == 3 ? before : pair, thread_ % 32 / 4 * 4 + (quarter + 3) % 4);
         before = pair;
         const int column = 8 * i + 2 * quarter - odd;  // of the word
         write_pair(row, column, end, odd != 0 ? lower >> 16 | pair << 16 : pair);

@@ -1,9 +1,10 @@
-// Target attention in fp32, whose products the matrix unit does not have: on the vector units, with tiles in shared memory
-// and sums in registers.
+// Target attention in fp32, whose products the matrix unit does not have: on the vector units, with tiles in shared
+// memory and sums in registers.
 //
-// A CTA takes 64 packed query rows of one user and key head and goes through the history 64 keys at a time. Of the 16 x 16
-// threads each has 4 rows: first of their logits with keys `column`, `column + 16`, ..., then of the output's columns. Keys
-// and values take turns in the same memory, so that two CTAs fit a multiprocessor and one loads while the other computes.
+// A CTA takes 64 packed query rows of one user and key head and goes through the history 64 keys at a time. Of the 16 x
+// 16 threads each has 4 rows: first of their logits with keys `column`, `column + 16`, ..., then of the output's
+// columns. Keys and values take turns in the same memory, so that two CTAs fit a multiprocessor and one loads while the
+// other computes.
 #include <algorithm>
 
 #include "kernels/target_attention_launch.h"
@@ -19,8 +20,8 @@ constexpr int kTile = kSide * kPerThread;  // query rows, and keys
 constexpr int kTilesOfAttentionTile = kTileRows / kTile;
 constexpr int kWeightStride = kTile + 4;
 
-// Floats from one row to the next: an odd number of 16 bytes, so that threads that read 16 bytes of consecutive rows meet
-// different banks.
+// Floats from one row to the next: an odd number of 16 bytes, so that threads that read 16 bytes of consecutive rows
+// meet different banks.
 __host__ __device__ inline int row_stride(int dim) {
   const int quads = (dim + 3) / 4;
   return 4 * (quads | 1);
@@ -87,7 +88,8 @@ __device__ __forceinline__ void multiply_keys(const Memory& memory, int stride, 
 template <typename Combine>
 __device__ __forceinline__ float combine_row(float value, Combine&& combine) {
 #pragma unroll
-  for (int offset = kSide / 2; offset > 0; offset /= 2) value = combine(value, __shfl_xor_sync(0xffff'ffff, value, offset));
+  for (int offset = kSide / 2; offset > 0; offset /= 2)
+    value = combine(value, __shfl_xor_sync(0xffff'ffff, value, offset));
   return value;
 }
 
@@ -169,8 +171,8 @@ struct Sums {
 
 // What the rows of a tile get: their sums, or zeros without a history, or NaN without a user.
 template <int VECTOR, int VECTORS>
-__device__ void write_rows(const TargetAttentionProblem& p, const AttentionTile& tile, const Sums<VECTOR, VECTORS>& sums,
-                           const uint32_t* out_row, int row, int column) {
+__device__ void write_rows(const TargetAttentionProblem& p, const AttentionTile& tile,
+                           const Sums<VECTOR, VECTORS>& sums, const uint32_t* out_row, int row, int column) {
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const uint32_t number = out_row[row + i];
@@ -245,8 +247,8 @@ void launch(const AttentionParams& params, int64_t most_tiles, int multiprocesso
   const auto kernel = fp32_attention_kernel<VECTOR, VECTORS>;
   allow_shared_memory(kernel, bytes);
   constexpr int64_t kCtasOfMultiprocessor = 8;  // at most; fewer where there is no room, and they take turns
-  const auto ctas = static_cast<unsigned>(
-      std::min(most_tiles * kTilesOfAttentionTile, multiprocessors * kCtasOfMultiprocessor));
+  const auto ctas =
+      static_cast<unsigned>(std::min(most_tiles * kTilesOfAttentionTile, multiprocessors * kCtasOfMultiprocessor));
   kernel<<<ctas, kThreads, bytes, stream>>>(params, stride);
 }
 

@@ -6,7 +6,6 @@
 #include "kernels/hopper/tensor_copy.h"
 #include "kernels/target_attention_memory.cuh"
 #include "kernels/target_attention_packed.cuh"
-#include "kernels/unaligned_rows.cuh"
 
 namespace ikbo::kernels {
 
@@ -68,55 +67,6 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
   }
 }
 
-// Query rows that cannot be addressed by 16 bytes; `query` are those of this lane and of 32 rows on.
-template <typename T, int DIM, int KEYS>
-__device__ void copy_queries_by_words(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory,
-                                      const T* const (&query)[2], int buffer, int number) {
-  using namespace hopper;
-  constexpr int kRowsAtATime = 4;  // so that what one waits for, the others do as well
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const auto dim = static_cast<int>(params.problem.head_dim);
-  const auto row_of = [&](const T* own, int i, int panel) {
-    const auto first = reinterpret_cast<const T*>(__shfl_sync(0xffff'ffff, reinterpret_cast<uint64_t>(own), i));
-    return PanelRow(first + panel * kPanel, first != nullptr ? dim - panel * kPanel : 0);
-  };
-  const auto panel_of = [&](int half, int panel) {
-    return shared_address(memory.q[buffer][panel][number * 64 + half * 32]);
-  };
-#pragma unroll 1
-  for (int part = 0; part < 2 * AttentionMemory<T, DIM, KEYS>::kPanels; ++part) {
-    const int half = part % 2, panel = part / 2;
-    const T* const own = half == 0 ? query[0] : query[1];
-#pragma unroll 4
-    for (int i = 0; i < 32; ++i) start_row(row_of(own, i, panel), panel_of(half, panel), i, lane);
-  }
-  cp_async_wait_all();
-#pragma unroll 1
-  for (int part = 0; part < 2 * AttentionMemory<T, DIM, KEYS>::kPanels; ++part) {
-    const int half = part % 2, panel = part / 2;
-    const T* const own = half == 0 ? query[0] : query[1];
-    const PanelRow own_row(own + panel * kPanel, own != nullptr ? dim - panel * kPanel : 0);
-    if (!__any_sync(0xffff'ffff, own_row.needs_mending())) continue;
-    const uint32_t last = own_row.load_last();
-#pragma unroll 1
-    for (int first = 0; first < 32; first += kRowsAtATime) {
-      uint32_t word[kRowsAtATime];
-#pragma unroll
-      for (int i = 0; i < kRowsAtATime; ++i) {
-        word[i] = load_word(word_of_panel(panel_of(half, panel), first + i, lane));
-      }
-#pragma unroll
-      for (int i = 0; i < kRowsAtATime; ++i) {
-        word[i] = mended(row_of(own, first + i, panel), word[i], __shfl_sync(0xffff'ffff, last, first + i), lane);
-      }
-#pragma unroll
-      for (int i = 0; i < kRowsAtATime; ++i) {
-        store_word(word_of_panel(panel_of(half, panel), first + i, lane), word[i]);
-      }
-    }
-  }
-}
-
 // ---- Two warps gather the query rows of a tile, wherever their candidates stand: each the 64 rows of a warpgroup.
 template <typename T, int DIM, int KEYS>
 __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory, int number) {
@@ -148,13 +98,10 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
       query[half] = row.query;
     }
     mbarrier_wait(&memory.q_empty[buffer.slot], buffer.parity ^ 1);
-    if (params.queries_by_words && tile.kv_length > 0) {
-      copy_queries_by_words<T, DIM, KEYS>(params, memory, query, buffer.slot, number);
-    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       memory.out_row[buffer.slot][number * 64 + half * 32 + lane] = out_row[half];
-      if (tile.kv_length == 0 || params.queries_by_words) continue;
+      if (tile.kv_length == 0) continue;
 #pragma unroll 4
       for (int i = 0; i < 32; i += kRowsAtATime) {
         const int from = i + lane / kLanesOfRow;

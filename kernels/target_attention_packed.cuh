@@ -27,9 +27,9 @@ __device__ __forceinline__ PackedRow<T> locate_packed_row(const AttentionParams&
   const uint32_t seed = within / group;
   const uint32_t head = static_cast<uint32_t>(tile.kv_head) * group + (within - seed * group);
   const auto candidate = static_cast<uint32_t>(params.workspace.order[tile.order_begin + ordinal]);
-  return {(candidate * static_cast<uint32_t>(p.seeds) + seed) * static_cast<uint32_t>(p.q_heads) + head,
-          static_cast<const T*>(p.q) + candidate * p.q_candidate_stride + seed * p.q_seed_stride +
-              head * p.q_head_stride};
+  return {
+      (candidate * static_cast<uint32_t>(p.seeds) + seed) * static_cast<uint32_t>(p.q_heads) + head,
+      static_cast<const T*>(p.q) + candidate * p.q_candidate_stride + seed * p.q_seed_stride + head * p.q_head_stride};
 }
 
 }  // namespace ikbo::kernels

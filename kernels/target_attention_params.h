@@ -45,7 +45,6 @@ struct AttentionParams {
   AttentionWorkspace workspace;
   int64_t rows_of_candidate;  // seeds times query heads of a group
   int32_t group;              // query heads of a key head
-  bool queries_by_words;      // whether rows of q cannot be read 16 bytes at a time
   bool rows_by_vectors;       // whether a row of `out` can be written 16 bytes at a time
   float scale_log2;           // of the logits, times log2(e)
   CUtensorMap k;              // (users, kv_heads, length, D), boxes of 64 elements by the keys of a block

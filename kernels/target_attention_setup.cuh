@@ -11,6 +11,7 @@ namespace ikbo::kernels {
 
 constexpr int kSetupThreads = 1024;
 constexpr int kCountersInShared = 4096;
+constexpr int kUsersInShared = 2048;  // of whom one CTA keeps all it works out in shared memory
 constexpr int64_t kCandidatesOfOneCta = 16384;
 constexpr int kBuckets = 256;  // of histories of like length: the longest are dealt first
 
@@ -21,27 +22,38 @@ __device__ inline int bucket_of(int64_t length) {
   return (exponent - 3) * 8 + static_cast<int>(size >> (exponent - 3) & 7);
 }
 
-// The sum of `value` over the threads before this one; `total` is that over all.
-__device__ inline int32_t exclusive_sum(int32_t value, int32_t* scratch, int32_t& total) {
+struct Pair {
+  int32_t first, second;
+  __device__ Pair operator+(const Pair& other) const { return {first + other.first, second + other.second}; }
+};
+
+// The sums of `value` over the threads before this one; `total` is those over all.
+__device__ inline Pair exclusive_sums(Pair value, Pair* scratch, Pair& total) {
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int warp = static_cast<int>(threadIdx.x) / 32;
-  int32_t inclusive = value;
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int32_t before = __shfl_up_sync(0xffff'ffff, inclusive, offset);
-    if (lane >= offset) inclusive += before;
-  }
+  const auto up = [](Pair from, int offset) {
+    return Pair{__shfl_up_sync(0xffff'ffff, from.first, offset), __shfl_up_sync(0xffff'ffff, from.second, offset)};
+  };
+  const auto at = [](Pair from, int of) {
+    return Pair{__shfl_sync(0xffff'ffff, from.first, of), __shfl_sync(0xffff'ffff, from.second, of)};
+  };
+  const auto scan = [&](Pair inclusive) {
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const Pair before = up(inclusive, offset);
+      if (lane >= offset) inclusive = inclusive + before;
+    }
+    return inclusive;
+  };
+  const Pair inclusive = scan(value);
   if (lane == 31) scratch[warp] = inclusive;
   __syncthreads();
   static_assert(kSetupThreads == 32 * 32, "a warp scans the sums of all warps");
-  int32_t of_warps = scratch[lane];
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const int32_t before = __shfl_up_sync(0xffff'ffff, of_warps, offset);
-    if (lane >= offset) of_warps += before;
-  }
-  total = __shfl_sync(0xffff'ffff, of_warps, 31);
-  const int32_t base = __shfl_sync(0xffff'ffff, of_warps, max(warp - 1, 0));
-  __syncthreads();
-  return (warp == 0 ? 0 : base) + inclusive - value;
+  const Pair of_warps = scan(scratch[lane]);
+  total = at(of_warps, 31);
+  const Pair base = at(of_warps, max(warp - 1, 0));
+  const Pair own{inclusive.first - value.first, inclusive.second - value.second};
+  return warp == 0 ? own : base + own;
 }
 
 // Adds one to the counter of each lane's slot, with one atomic for the lanes that share it, and returns what each lane
@@ -55,6 +67,13 @@ __device__ inline int32_t next_of(int32_t* counter, int32_t slot) {
   first = __shfl_sync(0xffff'ffff, first, leader);
   return first + __popc(same & ((1u << lane) - 1));
 }
+
+// What is worked out of each user, in shared memory or in the workspace.
+struct UserTable {
+  int32_t* count;       // candidates
+  int32_t* begin;       // of its candidates in `order`
+  int32_t* tile_begin;  // of its tiles
+};
 
 // Users, and behind them a place for the candidates whose user does not exist.
 struct Grouping {
@@ -70,6 +89,9 @@ struct Grouping {
   }
   __device__ int32_t row_tiles(int32_t count) const {
     return static_cast<int32_t>((count * params.rows_of_candidate + kTileRows - 1) / kTileRows);
+  }
+  __device__ UserTable table() const {
+    return {params.workspace.count, params.workspace.begin, params.workspace.tile_begin};
   }
 
   // The candidates [first, last) are counted into, or given their places by, one counter a user; by a whole CTA.
@@ -88,82 +110,114 @@ struct Grouping {
     }
   }
 
-  // By one CTA: turns counts into places, the first candidate and the first tile of each user.
-  __device__ void scan(int32_t* counter) const {
-    __shared__ int32_t scratch[kSetupThreads / 32];
+  // By one CTA: turns counts into places, the first candidate and the first tile of each user. length_of(u) is the
+  // history's.
+  template <typename LengthOf>
+  __device__ void scan(const UserTable& table, LengthOf&& length_of) const {
+    __shared__ Pair scratch[kSetupThreads / 32];
     __shared__ int32_t bucket[kBuckets];
-    const AttentionWorkspace& w = params.workspace;
     const auto thread = static_cast<int32_t>(threadIdx.x);
     if (thread < kBuckets) bucket[thread] = 0;
-    // Each thread sums a run of users.
+    __syncthreads();
+    // Each thread has a run of users.
     const int32_t run = (users() + kSetupThreads) / kSetupThreads;
     const int32_t first = min(thread * run, users() + 1);
     const int32_t last = min(first + run, users() + 1);
-    int32_t own = 0;
-    for (int32_t u = first; u < last; ++u) own += counter[u];
-    int32_t total = 0;
-    int32_t at = exclusive_sum(own, scratch, total);
     const auto kv_heads = static_cast<int32_t>(params.problem.kv_heads);
+    int32_t own = 0;
     for (int32_t u = first; u < last; ++u) {
-      const int32_t count = counter[u];
-      w.count[u] = count;
-      w.begin[u] = at;
-      counter[u] = at;
+      const int32_t count = table.count[u];
+      own += count;
+      if (count > 0) atomicAdd(&bucket[bucket_of(length_of(u))], row_tiles(count) * kv_heads);
+    }
+    __syncthreads();
+    const bool has_bucket = thread < kBuckets;
+    Pair total{};
+    const Pair before = exclusive_sums({own, has_bucket ? bucket[kBuckets - 1 - thread] : 0}, scratch, total);
+    if (has_bucket) bucket[kBuckets - 1 - thread] = before.second;
+    __syncthreads();
+    int32_t at = before.first;
+    for (int32_t u = first; u < last; ++u) {
+      const int32_t count = table.count[u];
+      table.begin[u] = at;
       at += count;
-      if (count > 0) atomicAdd(&bucket[bucket_of(history(u).length)], row_tiles(count) * kv_heads);
+      if (count > 0) table.tile_begin[u] = atomicAdd(&bucket[bucket_of(length_of(u))], row_tiles(count) * kv_heads);
     }
-    __syncthreads();
-    const int32_t own_bucket = thread < kBuckets ? bucket[kBuckets - 1 - thread] : 0;
-    const int32_t bucket_begin = exclusive_sum(own_bucket, scratch, total);
-    if (thread < kBuckets) bucket[kBuckets - 1 - thread] = bucket_begin;
-    __syncthreads();
-    for (int32_t u = first; u < last; ++u) {
-      const int32_t count = w.count[u];
-      if (count > 0) w.tile_begin[u] = atomicAdd(&bucket[bucket_of(history(u).length)], row_tiles(count) * kv_heads);
-    }
-    if (thread == 0) *w.header = {0, static_cast<uint32_t>(total)};
+    if (thread == 0) *params.workspace.header = {0, static_cast<uint32_t>(total.second)};
   }
 
-  // One warp a user writes its tiles: those of a key head follow each other, so that keys stay in the cache.
-  __device__ void list_tiles(int32_t first_warp, int32_t warps) const {
-    const AttentionWorkspace& w = params.workspace;
-    for (int32_t u = first_warp; u <= users(); u += warps) {
-      const int32_t count = w.count[u];
+  // One warp a user, or several where there are fewer users, write its tiles: those of a key head follow each other, so
+  // that keys stay in the cache. history_at(u) is the history.
+  template <typename HistoryAt>
+  __device__ void list_tiles(const UserTable& table, HistoryAt&& history_at, int32_t warp, int32_t warps) const {
+    const int32_t warps_of_user = max(warps / (users() + 1), 1);
+    const int32_t lane = warp % warps_of_user * 32 + static_cast<int32_t>(threadIdx.x % 32);
+    const auto kv_heads = static_cast<int32_t>(params.problem.kv_heads);
+    for (int32_t u = warp / warps_of_user; u <= users(); u += warps / warps_of_user) {
+      const int32_t count = table.count[u];
       if (count == 0) continue;
-      const History own = history(u);
+      const History own = history_at(u);
       const auto rows = static_cast<int32_t>(count * params.rows_of_candidate);
       const int32_t tiles = row_tiles(count);
-      for (int32_t t = static_cast<int32_t>(threadIdx.x % 32); t < tiles * params.problem.kv_heads; t += 32) {
-        const int32_t row = t % tiles * kTileRows;
-        w.tiles[w.tile_begin[u] + t] = {u < users() ? u : -1,
-                                        t / tiles,
-                                        row,
-                                        min(kTileRows, rows - row),
-                                        w.begin[u],
-                                        static_cast<int32_t>(own.first),
-                                        static_cast<int32_t>(own.length),
-                                        0};
+      AttentionTile* const to = params.workspace.tiles + table.tile_begin[u];
+      for (int32_t t = lane; t < tiles * kv_heads; t += 32 * warps_of_user) {
+        const int32_t head = t / tiles;
+        const int32_t row = (t - head * tiles) * kTileRows;
+        to[t] = {u < users() ? u : -1,
+                 head,
+                 row,
+                 min(kTileRows, rows - row),
+                 table.begin[u],
+                 static_cast<int32_t>(own.first),
+                 static_cast<int32_t>(own.length),
+                 0};
       }
     }
   }
 };
 
+// All of it by one CTA. What a warp counts of a candidate's user before it is the candidate's place among that user's.
+// KEPT: what is worked out of the users stays in shared memory.
+template <bool KEPT>
 __global__ __launch_bounds__(kSetupThreads,
                              1) void attention_setup_kernel(const __grid_constant__ AttentionParams params) {
-  __shared__ int32_t shared_counter[kCountersInShared];
+  constexpr int kMost = KEPT ? kUsersInShared : 1;
+  constexpr int kCandidatesOfThread = kCandidatesOfOneCta / kSetupThreads;
+  __shared__ int32_t count[kMost], begin[kMost], tile_begin[kMost], kv_first[kMost], kv_length[kMost];
   hopper::grid_dependency_launch();
   const Grouping grouping{params};
   const auto thread = static_cast<int32_t>(threadIdx.x);
-  int32_t* const counter = grouping.users() < kCountersInShared ? shared_counter : params.workspace.cursor;
-  for (int32_t u = thread; u <= grouping.users(); u += kSetupThreads) counter[u] = 0;
-  __syncthreads();
   const auto candidates = static_cast<int32_t>(params.problem.candidates);
-  grouping.count(counter, 0, candidates);
+  int32_t slot[kCandidatesOfThread];
+  int32_t place[kCandidatesOfThread];
+#pragma unroll
+  for (int i = 0; i < kCandidatesOfThread; ++i) {
+    const int32_t b = i * kSetupThreads + thread;
+    slot[i] = b < candidates ? grouping.slot_of(b) : -1;
+  }
+  const UserTable table = KEPT ? UserTable{count, begin, tile_begin} : grouping.table();
+  const auto history_at = [&](int32_t u) { return KEPT ? History{kv_first[u], kv_length[u]} : grouping.history(u); };
+  for (int32_t u = thread; u <= grouping.users(); u += kSetupThreads) {
+    table.count[u] = 0;
+    if constexpr (KEPT) {
+      const History own = grouping.history(u);
+      kv_first[u] = static_cast<int32_t>(own.first);
+      kv_length[u] = static_cast<int32_t>(own.length);
+    }
+  }
   __syncthreads();
-  grouping.scan(counter);
+#pragma unroll
+  for (int i = 0; i < kCandidatesOfThread; ++i) {
+    if (i * kSetupThreads < candidates) place[i] = next_of(table.count, slot[i]);
+  }
   __syncthreads();
-  grouping.place(counter, 0, candidates);
-  grouping.list_tiles(thread / 32, kSetupThreads / 32);
+  grouping.scan(table, [&](int32_t u) { return history_at(u).length; });
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < kCandidatesOfThread; ++i) {
+    if (slot[i] >= 0) params.workspace.order[table.begin[slot[i]] + place[i]] = i * kSetupThreads + thread;
+  }
+  grouping.list_tiles(table, history_at, thread / 32, kSetupThreads / 32);
 }
 
 // The same in steps, the first and the last by many CTAs, each with its share of the candidates, which it counts in
@@ -204,7 +258,18 @@ __global__ void attention_count_kernel(const __grid_constant__ AttentionParams p
 
 __global__ __launch_bounds__(kSetupThreads,
                              1) void attention_scan_kernel(const __grid_constant__ AttentionParams params) {
-  Grouping{params}.scan(params.workspace.cursor);
+  // Counts become places in `cursor`, which the next launch counts on from.
+  const Grouping grouping{params};
+  UserTable table = grouping.table();
+  for (auto u = static_cast<int32_t>(threadIdx.x); u <= grouping.users(); u += kSetupThreads) {
+    table.count[u] = params.workspace.cursor[u];
+  }
+  __syncthreads();
+  grouping.scan(table, [&](int32_t u) { return grouping.history(u).length; });
+  __syncthreads();
+  for (auto u = static_cast<int32_t>(threadIdx.x); u <= grouping.users(); u += kSetupThreads) {
+    params.workspace.cursor[u] = table.begin[u];
+  }
 }
 
 __global__ void attention_place_kernel(const __grid_constant__ AttentionParams params) {
@@ -224,12 +289,17 @@ __global__ void attention_place_kernel(const __grid_constant__ AttentionParams p
     __syncthreads();
     grouping.place(shared_counter, share.first, share.last);
   }
-  grouping.list_tiles(thread / 32, threads / 32);
+  grouping.list_tiles(
+      grouping.table(), [&](int32_t u) { return grouping.history(u); }, thread / 32, threads / 32);
 }
 
 inline void set_up_attention(const AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   if (params.problem.candidates <= kCandidatesOfOneCta) {
-    attention_setup_kernel<<<1, kSetupThreads, 0, stream>>>(params);
+    if (params.problem.users < kUsersInShared) {
+      attention_setup_kernel<true><<<1, kSetupThreads, 0, stream>>>(params);
+    } else {
+      attention_setup_kernel<false><<<1, kSetupThreads, 0, stream>>>(params);
+    }
   } else {
     constexpr int kThreadsOfStep = 256;
     const auto bytes = static_cast<size_t>(params.problem.users + 1) * sizeof(int32_t);

@@ -19,14 +19,17 @@ int64_t round_up(int64_t size, int64_t multiple) {
 
 bool aligned(const at::Tensor& tensor) {
   const int64_t columns = tensor.size(-1);
-  if ((columns > 1 && tensor.stride(-1) != 1) || reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment != 0) {
+  if ((columns > 1 && tensor.stride(-1) != 1) ||
+      reinterpret_cast<uintptr_t>(tensor.const_data_ptr()) % kAlignment != 0) {
     return false;
   }
+  int64_t end = tensor.storage_offset() + round_up(columns, elements_aligned(tensor));  // of the last row
   for (int64_t d = 0; d + 1 < tensor.dim(); ++d) {
     // Whoever takes the stride of a dimension of one element for real still gets a legal one.
     if (tensor.stride(d) < columns || tensor.stride(d) % elements_aligned(tensor) != 0) return false;
+    end += (tensor.size(d) - 1) * tensor.stride(d);
   }
-  return true;
+  return end * static_cast<int64_t>(tensor.element_size()) <= static_cast<int64_t>(tensor.storage().nbytes());
 }
 
 // Copies that one launch makes.

@@ -26,7 +26,7 @@ namespace {
 constexpr int64_t kChosenForRows = 1024;
 constexpr int64_t kChosenForBatch = 256;
 constexpr int64_t kMostBatches = 32768;  // of one call: more do not fit a grid's third dimension
-constexpr int64_t kAlignment = 16;  // bytes, of every row of a and b
+constexpr int64_t kAlignment = 16;       // bytes, of every row of a and b
 // A chain of sums in fp32 is cut after so many: its rounding error grows with its length.
 constexpr int64_t kLongestChain = 1024;
 
@@ -197,8 +197,8 @@ at::Tensor row_product(const at::Tensor& x, const at::Tensor& w) {
   const int64_t chain = longest_chain(type, k);
   for (int64_t first = 0; first < k; first += chain) {
     const int64_t terms = std::min(chain, k - first);
-    const Shape shape{type,     /*a_transposed=*/true, /*batched=*/false, tf32(type), features, 0, terms,
-                      x.device().index()};
+    const Shape shape{type,  /*a_transposed=*/true, /*batched=*/false, tf32(type), features, 0,
+                      terms, x.device().index()};
     multiply(shape, rows, 1, {w.narrow(1, first, terms).const_data_ptr(), w.stride(0), 0},
              {x.narrow(1, first, terms).const_data_ptr(), x.stride(0), 0}, first > 0, out);
   }
@@ -217,8 +217,7 @@ at::Tensor stack_product(const at::Tensor& w, const at::Tensor& e) {
   const int64_t chain = longest_chain(type, k);
   for (int64_t first = 0; first < k; first += chain) {
     const int64_t terms = std::min(chain, k - first);
-    const Shape shape{type,  /*a_transposed=*/false, /*batched=*/true, tf32(type), n, m, terms,
-                      e.device().index()};
+    const Shape shape{type, /*a_transposed=*/false, /*batched=*/true, tf32(type), n, m, terms, e.device().index()};
     const at::Tensor part_of_w = regular_w.narrow(1, first, terms);
     for (int64_t row = 0; row < rows; row += kMostBatches) {
       const int64_t count = std::min(kMostBatches, rows - row);

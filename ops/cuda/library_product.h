@@ -11,8 +11,8 @@
 
 namespace ikbo::cuda {
 
-/// x w^T, unrounded: x (rows, K), w (N, K), as `enlarged` returns them -> (rows, N) in the type that sums are kept in. On
-/// the current stream; nothing is read on the host.
+/// x w^T, unrounded: x (rows, K), w (N, K), as `enlarged` returns them -> (rows, N) in the type that sums are kept in.
+/// On the current stream; nothing is read on the host.
 at::Tensor row_product(const at::Tensor& x, const at::Tensor& w);
 
 /// w e[b], unrounded: w (M, K), e (rows, K, N), any strides -> (rows, M, N). As above.

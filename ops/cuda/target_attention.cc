@@ -90,11 +90,11 @@ std::tuple<at::Tensor, at::Tensor> attention_cuda(const char* op, const Attentio
   at::Tensor regular_q = q, regular_k = arguments.k, regular_v = arguments.v;
   const double scale = attention_scale(arguments);
   if (by_matrix_unit) {
-    if (scale < 0) regular_q = q.neg();
-    // Keys and values are small beside the queries, which the kernel reads as they are.
-    const std::vector<at::Tensor> history = with_aligned_rows({arguments.k, arguments.v}, call.stream());
-    regular_k = history[0];
-    regular_v = history[1];
+    const std::vector<at::Tensor> regular =
+        with_aligned_rows({scale < 0 ? q.neg() : q, arguments.k, arguments.v}, call.stream());
+    regular_q = regular[0];
+    regular_k = regular[1];
+    regular_v = regular[2];
   }
   Job job = job_of(op, {regular_q, regular_k, regular_v, arguments.candidate_to_user, arguments.kv_lengths,
                         arguments.kv_offsets, by_matrix_unit ? std::abs(scale) : scale});

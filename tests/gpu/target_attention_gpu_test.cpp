@@ -162,17 +162,26 @@ class TargetAttentionSmall : public ::testing::TestWithParam<Case> {};
 TEST_P(TargetAttentionSmall, AgreesWithFloat64) {
   check<__nv_bfloat16>(GetParam(), ScalarType::kBFloat16, 0x1p-7);
   check<__half>(GetParam(), ScalarType::kFloat16, 0x1p-10);
+  check<float>(GetParam(), ScalarType::kFloat32, 4e-6);
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, TargetAttentionSmall,
-                         ::testing::Values(Case{1, 1, 1, 1, 1, 1, 8, false},         // all ones
-                                           Case{9, 3, 7, 70, 2, 2, 64, false},       // part of a block
-                                           Case{9, 3, 7, 300, 4, 2, 128, false},     // several blocks, grouped heads
-                                           Case{9, 3, 7, 300, 4, 1, 128, true},      // packed
-                                           Case{5, 2, 64, 129, 1, 1, 256, false},    // one key in the last block
-                                           Case{3, 40, 5, 65, 2, 2, 40, true},       // more users than candidates
-                                           Case{70, 2, 3, 128, 2, 1, 96, false},     // whole blocks
-                                           Case{6, 2, 100, 257, 1, 1, 200, true}));  // candidates across tiles
+                         ::testing::Values(Case{1, 1, 1, 1, 1, 1, 8, false},       // all ones
+                                           Case{9, 3, 7, 70, 2, 2, 64, false},     // part of a block
+                                           Case{9, 3, 7, 300, 4, 2, 128, false},   // several blocks, grouped heads
+                                           Case{9, 3, 7, 300, 4, 1, 128, true},    // packed
+                                           Case{5, 2, 64, 129, 1, 1, 256, false},  // one key in the last block
+                                           Case{3, 40, 5, 65, 2, 2, 40, true},     // more users than candidates
+                                           Case{70, 2, 3, 128, 2, 1, 96, false},   // whole blocks
+                                           Case{6, 2, 100, 257, 1, 1, 200, true},  // candidates across tiles
+                                           Case{7, 3, 20, 150, 2, 1, 32, true}));  // two tiles of fp32's in one
+
+TEST(TargetAttention, OneCtaSetsUpSomeCandidatesOfAnyNumberOfUsers) {
+  check<__nv_bfloat16>({16'000, 1, 1, 20, 2, 2, 8, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({3'000, 2'047, 1, 5, 1, 1, 8, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({3'000, 2'048, 2, 5, 1, 1, 8, true}, ScalarType::kBFloat16, 0x1p-7);
+  check<float>({2'000, 3'000, 3, 5, 2, 1, 9, true}, ScalarType::kFloat32, 4e-6);
+}
 
 TEST(TargetAttention, ManyCandidatesAreSetUpByManyCtas) {
   check<__nv_bfloat16>({20'000, 300, 1, 20, 1, 1, 8, false}, ScalarType::kBFloat16, 0x1p-7);

@@ -12,7 +12,8 @@ from torch import nn
 from ikbo import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = (["inspect"], ["transform"], ["verify"], ["spec"], ["score"], ["bench"], ["bench", "model"])
+COMMANDS = (["inspect"], ["transform"], ["verify"], ["spec"], ["score"], ["bench"], ["bench", "model"], ["bench", "lce"],
+            ["tune"], ["tune", "lce"])
 
 
 def binary():
@@ -240,6 +241,26 @@ def test_bad_input_is_exit_code_2(made, arguments):
 @pytest.mark.parametrize("command", COMMANDS, ids=" ".join)
 def test_help_has_an_example(command):
     assert "Example:" in fine(*command, "--help")
+
+
+def test_kernels_are_measured_by_a_program_beside_the_command(tmp_path, monkeypatch):
+    program = tmp_path / "lce_bench"
+    program.write_text('#!/bin/sh\necho "$@"\nexit 7\n')
+    program.chmod(0o755)
+    monkeypatch.setenv("IKBO_LCE_BENCH", str(program))
+    done = ikbo("tune", "lce", "--batch", "96", "--n", "64", "--type", "fp16", "-o", "t.json")
+    assert done.returncode == 7
+    assert "--cases tune --type fp16 --batch 96 --ratio 70 --m 433 --n 64" in done.stdout
+    assert done.stdout.endswith("--rounds 15 --json t.json\n")
+    done = ikbo("bench", "lce", "--cases", "sweep", "--stage", "fused_ws")
+    assert "--cases sweep --type both" in done.stdout
+    assert "--stage fused_ws" in done.stdout
+    for wrong in (("--batch", "0"), ("--type", "fp32"), ("--cases", "tune")):
+        assert ikbo("bench", "lce", *wrong).returncode == 2
+    monkeypatch.setenv("IKBO_LCE_BENCH", str(tmp_path / "nothing"))
+    done = ikbo("bench", "lce")
+    assert done.returncode == 2
+    assert "nothing" in done.stderr
 
 
 class Packed(nn.Module):
