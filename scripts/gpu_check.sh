@@ -48,13 +48,16 @@ gpu_pytest() {
     python3 -m pytest -q -p no:cacheprovider --junitxml="$build/reports/$name.xml" "$@"
 }
 
+# Several tests at a time, where pytest can.
+parallel=()
+python3 -c 'import xdist' 2>/dev/null && parallel=(-n 8)
+
 test_step() {
-  local test parallel=()
+  local test
   for test in "$build"/kernels/tests/*_test; do
     note "$(basename "$test")"
     timeout -s KILL 120 "$test" --gtest_brief=1 --gtest_output="xml:$build/reports/$(basename "$test").xml"
   done
-  python3 -c 'import xdist' 2>/dev/null && parallel=(-n 6)
   gpu_pytest operators "${parallel[@]}" "${OPERATOR_TESTS[@]}"
 }
 
@@ -71,18 +74,19 @@ sanitize_step() {
   # PyTorch's caching allocator would hide reads beyond a tensor inside a block that it keeps.
   PYTORCH_NO_CUDA_MEMORY_CACHING=1 IKBO_TEST_DEVICE=cuda IKBO_LIBRARY=$PWD/$build/ops/libikbo_ops.so \
     timeout -s KILL 580 compute-sanitizer --tool memcheck --error-exitcode 1 --target-processes all \
-    python3 -m pytest -q -p no:cacheprovider -x -k "${SELECT:-wrong or agrees or any_strides or gradients}" \
+    python3 -m pytest -q -p no:cacheprovider -x "${parallel[@]}" -k "${SELECT:-wrong or agrees or any_strides or gradients}" \
     --junitxml="$build/reports/memcheck-operators.xml" \
     tests/python/test_cuda.py tests/python/test_compression.py tests/python/test_attention.py \
     tests/python/test_ops_values.py
 }
 
 bench_step() {
-  "$build"/kernels/bench/lce_bench --cases main --json "$out/lce_main.json"
+  IKBO_LIBRARY=$PWD/$build/ops/libikbo_ops.so python3 bench/odd_sizes.py --json "$out/odd_sizes.json"
   python3 bench/ranker_gpu.py --ikbo "$build/cli/ikbo" --library "$build/ops/libikbo_ops.so" --json "$out/ranker_gpu.json"
 }
 
 mkdir -p "$build/reports" "$out"
+export PYTHONWARNINGS=ignore
 trap 'python3 scripts/gpu_report.py "$build/reports" "$out/checks.json" "$(scripts/source_digest.sh checks)"' EXIT
 for step in "${steps[@]}"; do
   [[ $step =~ ^(build|test|sanitize|bench)$ ]] || die "unknown step '$step': build, test, sanitize, bench"
