@@ -2,15 +2,14 @@
 # Prints the digest of the sources that a file of results depends on, so that an edit elsewhere makes no figure old.
 #
 # usage: scripts/source_digest.sh NAME
-#   NAME: lce (written by bench/lce_bench), lce_peers (by bench/lce_peers.py), attention (by bench/attention_bench and
-#   bench/attention_peers.py), model and ranker (by scripts/measure_cpu.sh), ranker_gpu and ranker_gpu_compiled (by bench/ranker_gpu.py),
-#   odd_sizes (by bench/odd_sizes.py), checks (by scripts/gpu_check.sh)
+#   NAME: lce_peers (written by bench/lce_peers.py), attention (by bench/attention_peers.py), model and ranker (by
+#   scripts/measure_cpu.sh), ranker_gpu (by bench/ranker_gpu.py), odd_sizes (by bench/odd_sizes.py), checks (by
+#   scripts/gpu_check.sh)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lce=(kernels/linear_compression* kernels/hopper kernels/scalar* kernels/align_rows* kernels/unaligned_rows.cuh)
 skip=()
 case "${1:-}" in
-  lce) paths=("${lce[@]}" bench/lce_bench.cpp bench/lce_contestants.* bench/lce_steps.* tests/gpu/lce_inputs.*) ;;
   lce_peers) paths=("${lce[@]}" bench/lce_peers.py bench/device_time.py bench/lce_c_api.cpp) ;;
   attention) paths=(kernels/target_attention* kernels/hopper kernels/scalar* kernels/unaligned_rows.cuh bench/attention_*
     bench/device_time.py) ;;
@@ -18,7 +17,7 @@ case "${1:-}" in
   model) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/movielens) ;;
   ranker) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/ranker.py) ;;
   checks) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt python tests/gpu tests/python) ;;
-  ranker_gpu | ranker_gpu_compiled) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt examples/ranker.py bench/ranker_gpu.py) ;;
+  ranker_gpu) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt examples/ranker.py bench/ranker_gpu.py) ;;
   *) sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0" >&2; exit 2 ;;
 esac
 # Figures of the CPU do not depend on what runs on a GPU.
