@@ -75,17 +75,15 @@ std::optional<Parts> Rewriter::picked(const Parts& parts, const RuleInput& in) {
     }
     position = list->names.back();
   }
-  const graph::Weight* contents = position ? weight_of(*position) : nullptr;
-  if (contents == nullptr || contents->meta.dtype != graph::DType::kInt64 || contents->meta.sizes.size() != 1) {
-    return std::nullopt;
-  }
+  const auto constant = position ? shared_weight(*position) : std::nullopt;  // a list in the code is a clone of one
+  if (!constant || constant->contents.scalar_type() != at::kLong || constant->contents.dim() != 1) return std::nullopt;
   std::int64_t extent = 0;
   for (const Piece& piece : parts.pieces) {
     const auto size = piece.extent.as_integer();
     if (!size) return std::nullopt;
     extent += *size;
   }
-  const at::Tensor positions = graph::weight_tensor(*contents).contiguous();
+  const at::Tensor positions = constant->contents.contiguous();
   const auto* at = positions.const_data_ptr<std::int64_t>();
   Parts out{parts.dim, parts.shape, {}, true};
   for (std::int64_t i = 0; i < positions.numel();) {
