@@ -20,7 +20,7 @@ import torch
 from torch.export import Dim
 
 import forked
-from catalogue import Entry, perturb
+from catalogue import Entry, perturb_alive
 
 MAX_BATCH = 65536
 SECONDS = 300  # that one export may take
@@ -45,10 +45,8 @@ def export_one(entry: Entry, folder: Path) -> dict[str, Any]:
         inner = getattr(module, "model", module)
         status["class"] = type(inner).__name__
         status["request_only"] = example.request_only
-        perturb(module)
         status["stage"] = "run"
-        with torch.no_grad():
-            module(example.inputs)
+        status["perturbation"] = perturb_alive(example)
         status["stage"] = "export"
         batch = Dim("batch", max=MAX_BATCH)
         packed = isinstance(example.inputs, torch.Tensor)
