@@ -439,11 +439,13 @@ std::string Rewriter::apply_to_term(const Node& node, const std::string& self, c
       inputs.push_back({a.name, TensorArg{term.value}, a.kind});
       continue;
     }
-    graph::OptionalTensorListArg list;  // of an index: the operand at its place, nothing elsewhere
-    if (const auto* indices = std::get_if<graph::OptionalTensorListArg>(&a.value)) {
-      for (const auto& name : indices->names) list.names.push_back(name == self ? std::optional(term.value) : name);
+    Argument replaced = a.value;  // the only index of a list
+    if (auto* indices = std::get_if<graph::OptionalTensorListArg>(&replaced)) {
+      for (auto& name : indices->names) name = name == self ? std::optional(term.value) : name;
+    } else if (auto* list = std::get_if<graph::TensorListArg>(&replaced); list != nullptr && list->names[0] == self) {
+      list->names = {term.value};
     }
-    inputs.push_back({a.name, list.names.empty() ? translate(a.value, Where::kShared) : Argument(list), a.kind});
+    inputs.push_back({a.name, replaced == a.value ? translate(a.value, Where::kShared) : replaced, a.kind});
   }
   graph::TensorMeta meta = original_.tensors.at(graph::output_names(node)[0]);
   meta.sizes.clear();

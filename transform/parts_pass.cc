@@ -188,7 +188,8 @@ std::optional<Parts> Rewriter::piece_by_piece(const Node& node, const std::strin
   for (const graph::NamedArgument& a : node.inputs) {  // alone, or the only index: in a list it would not be replaced
     const auto names = graph::value_names(a.value);
     const bool read = std::find(names.begin(), names.end(), self) != names.end();
-    const bool index = std::holds_alternative<graph::OptionalTensorListArg>(a.value) && names.size() == 1;
+    const bool index = names.size() == 1 && (std::holds_alternative<graph::OptionalTensorListArg>(a.value) ||
+                                             std::holds_alternative<graph::TensorListArg>(a.value));
     if (read && !index && !std::holds_alternative<TensorArg>(a.value)) return std::nullopt;
   }
   for (const std::string& name : graph::input_names(node)) {

@@ -70,6 +70,15 @@ RuleResult index(const RuleInput& in) {
   return one({of_self->axis + (at < of_self->axis ? in.rank(name) - 1 : 0), of_self->inner});
 }
 
+// slice_scatter that takes the whole dimension, as x[:, i] = y is exported: start and end say so.
+bool takes_everything(const RuleInput& in) {
+  const auto is = [&](const char* name, std::int64_t value) {
+    const auto* a = in.node().find(name);
+    return a == nullptr || std::holds_alternative<graph::NoneArg>(*a) || in.integer(name) == value;
+  };
+  return is("start", 0) && is("end", INT64_MAX) && is("step", 1);
+}
+
 // select_scatter, slice_scatter: a row of `src` into a row of `self`, along another dimension than the batch.
 RuleResult scatter_part(const RuleInput& in) {
   const std::string* self = in.tensor("self");
@@ -80,7 +89,8 @@ RuleResult scatter_part(const RuleInput& in) {
   const bool drops = aten_name(in.node().target) == "select_scatter";
   const Batch* of_self = in.batch(*self);
   const Batch* of_src = in.batch(*src);
-  if (!d || of_self == nullptr || of_src == nullptr || *d == of_self->axis) return std::nullopt;
+  if (!d || of_self == nullptr || of_src == nullptr) return std::nullopt;
+  if (*d == of_self->axis && (drops || !takes_everything(in))) return std::nullopt;
   const Batch expected{of_self->axis - (drops && *d < of_self->axis ? 1 : 0), of_self->inner};
   if (!(*of_src == expected)) return std::nullopt;
   return one(*of_self);

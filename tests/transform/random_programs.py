@@ -489,7 +489,14 @@ def export(seed: int, path: Path) -> str:
 
 def work(task: tuple[int, Path]) -> tuple[int, str]:
     torch.set_num_threads(1)
-    return task[0], export(*task)
+    seed, path = task
+    if path.is_file():  # of an earlier run into the same folder
+        return seed, ""
+    part = path.with_suffix(".part.pt2")
+    problem = export(seed, part)
+    if not problem:
+        part.replace(path)
+    return seed, problem
 
 
 def main() -> int:
@@ -500,6 +507,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    for part in options.out.glob("*.part.pt2"):
+        part.unlink()
     made, refused, seed = 0, 0, options.seed * 1_000_000
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         while made < options.count:
