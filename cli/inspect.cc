@@ -80,7 +80,7 @@ Json describe_archive(const graph::Archive& archive) {
   Json json;
   json["archive"] = archive.path.string();
   json["transformed"] = runtime::is_transformed(archive);
-  const std::vector<runtime::IdRange> ids = runtime::find_id_ranges(archive.program);
+  const std::vector<runtime::IdRange> ids = runtime::find_id_ranges(archive);
   json["inputs"] = Json::array();
   for (const graph::UserInput& input : graph::user_inputs(archive.program)) {
     Json entry = {{"name", input.name},
@@ -124,7 +124,7 @@ void print_archive(const graph::Archive& archive) {
                              range_text(spec.user_range), spec.user_symbol, range_text(spec.candidate_range),
                              spec.candidate_symbol);
   }
-  const std::vector<runtime::IdRange> ids = runtime::find_id_ranges(program);
+  const std::vector<runtime::IdRange> ids = runtime::find_id_ranges(archive);
   Table inputs({"input", "path", "type", "ids"});
   for (const graph::UserInput& input : graph::user_inputs(program)) {
     std::vector<std::string> ranges;

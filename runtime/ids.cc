@@ -12,6 +12,7 @@
 #include <unordered_map>
 
 #include "graph/error.h"
+#include "runtime/id_offsets.h"
 
 namespace ikbo::runtime {
 namespace {
@@ -75,7 +76,8 @@ struct Query {
 
 class Tracer {
  public:
-  explicit Tracer(const graph::Program& program) : graph_(program.graph) {
+  explicit Tracer(const graph::Archive& archive) : graph_(archive.program.graph), offsets_(archive) {
+    const graph::Program& program = archive.program;
     for (const graph::UserInput& input : graph::user_inputs(program)) inputs_.insert(input.value);
     for (const graph::InputSpec& spec : program.input_specs) {
       for (const std::string& name : graph::value_names(spec.value)) targets_[name] = spec.target;
@@ -376,17 +378,42 @@ class Tracer {
     trace(moved(query, self, columns));
   }
 
-  // ids + constant
+  // ids + constant: a number, or one a field where fields share a table.
   void shift(const Query& query, const Node& node, const std::string& self, std::int64_t sign) {
-    const auto other = integer(node.find("other"));
-    if (!other || integer(node.find("alpha")).value_or(1) != 1) return;
-    Query next = moved(query, self, query.columns);
-    next.min -= sign * *other;
-    next.max -= sign * *other;
-    trace(next);
+    if (integer(node.find("alpha")).value_or(1) != 1) return;
+    if (const auto other = integer(node.find("other"))) return trace(shifted(query, self, sign * *other));
+    std::string ids = self;
+    auto offsets = offsets_.along_last(tensor_name(node, "other"));
+    if (!offsets && sign > 0) {  // constant + ids
+      offsets = offsets_.along_last(self);
+      ids = tensor_name(node, "other");
+    }
+    const auto r = rank(ids);
+    if (!offsets || !r || rank(query.value) != r) return;
+    if (offsets->size() == 1) return trace(shifted(query, ids, sign * offsets->front()));
+    if (*r < 1 || size(ids, *r - 1) != static_cast<std::int64_t>(offsets->size())) return;
+    for (std::size_t i = 0; i < offsets->size(); ++i) {
+      Query next = shifted(query, ids, sign * (*offsets)[i]);
+      const auto at = static_cast<std::int64_t>(i);
+      if (DimRange* c = find(next.columns, *r - 1)) {
+        if (at < c->begin || at >= c->end) continue;
+        *c = {*r - 1, at, at + 1};
+      } else {
+        next.columns.push_back({*r - 1, at, at + 1});
+      }
+      trace(next);
+    }
+  }
+
+  static Query shifted(const Query& query, const std::string& value, std::int64_t offset) {
+    Query next = moved(query, value, query.columns);
+    next.min -= offset;
+    next.max -= offset;
+    return next;
   }
 
   const graph::Graph& graph_;
+  const IdOffsets offsets_;
   std::set<std::string> inputs_;
   std::unordered_map<std::string, std::string> targets_;
   std::unordered_map<std::string, Producer> producers_;
@@ -396,8 +423,8 @@ class Tracer {
 
 }  // namespace
 
-std::vector<IdRange> find_id_ranges(const graph::Program& program) {
-  return Tracer(program).run();
+std::vector<IdRange> find_id_ranges(const graph::Archive& archive) {
+  return Tracer(archive).run();
 }
 
 at::Tensor id_elements(const at::Tensor& input, const IdRange& range) {

@@ -29,9 +29,9 @@ struct IdRange {
 };
 
 /// Follows every index operand (of embedding, index_select, gather, index, ...) back through casts, views, slices,
-/// concatenations and the like to the inputs it comes from. An operand that is computed in another way (clamped,
-/// masked, hashed) says nothing of the input, and gives no range.
-std::vector<IdRange> find_id_ranges(const graph::Program& program);
+/// concatenations, added constants and the like to the inputs it comes from. An operand that is computed in another way
+/// (clamped, masked, hashed) says nothing of the input, and gives no range.
+std::vector<IdRange> find_id_ranges(const graph::Archive& archive);
 
 /// The first element of `input` that lies outside `range`.
 struct BadId {

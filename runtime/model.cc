@@ -52,7 +52,7 @@ graph::Specification specification_of(const graph::Archive& archive) {
 Model::Model(const graph::Archive& archive, const EngineOptions& options)
     : specification_(specification_of(archive)),
       layout_(archive.program, specification_),
-      ids_(find_id_ranges(archive.program)),
+      ids_(find_id_ranges(archive)),
       outputs_(output_metas(archive.program)),
       device_(open_device(options.device)),
       engine_(make_eager_engine(archive, options)) {}

@@ -17,7 +17,7 @@ using graph::Side;
 RandomInputs::RandomInputs(const graph::Archive& transformed, const graph::Specification& specification,
                            std::uint64_t seed)
     : layout_(transformed.program, specification),
-      ids_(find_id_ranges(transformed.program)),
+      ids_(find_id_ranges(transformed)),
       user_symbol_(specification.user_symbol),
       candidate_symbol_(specification.candidate_symbol),
       random_(seed) {

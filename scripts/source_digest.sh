@@ -4,7 +4,7 @@
 # usage: scripts/source_digest.sh NAME
 #   NAME: lce_peers (written by bench/lce_peers.py), attention (by bench/attention_peers.py), model and ranker (by
 #   scripts/measure_cpu.sh), ranker_gpu (by bench/ranker_gpu.py), odd_sizes (by bench/odd_sizes.py), checks (by
-#   scripts/gpu_check.sh)
+#   scripts/gpu_check.sh), zoo (by scripts/zoo.sh), zoo_random (by the random programs of tests/python)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lce=(kernels/linear_compression* kernels/hopper kernels/scalar* kernels/align_rows* kernels/unaligned_rows.cuh)
@@ -16,11 +16,13 @@ case "${1:-}" in
   odd_sizes) paths=(kernels ops/cuda bench/odd_sizes.py bench/device_time.py) ;;
   model) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/movielens) ;;
   ranker) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/ranker.py) ;;
+  zoo) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/zoo) ;;
+  zoo_random) paths=(graph ops runtime transform cmake CMakeLists.txt tests/transform) ;;
   checks) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt python tests/gpu tests/python) ;;
   ranker_gpu) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt examples/ranker.py bench/ranker_gpu.py) ;;
   *) sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0" >&2; exit 2 ;;
 esac
 # Figures of the CPU do not depend on what runs on a GPU.
-[[ $1 != model && $1 != ranker ]] || skip=(-path ops/cuda -prune -o)
+case $1 in model | ranker | zoo | zoo_random) skip=(-path ops/cuda -prune -o -path examples/zoo/table.py -prune -o) ;; esac
 find "${paths[@]}" "${skip[@]}" -type f ! -name '*.md' ! -name '*.pyc' -print0 | LC_ALL=C sort -z | xargs -0 sha256sum | sha256sum |
   cut -c1-16

@@ -8,6 +8,7 @@
 #include <set>
 
 #include "graph/error.h"
+#include "transform/simplify.h"
 
 namespace ikbo::transform {
 
@@ -63,7 +64,13 @@ Parts Assembly::split_packed(Builder& builder, const graph::InputEntry& entry, c
 }
 
 void Assembly::finish(const graph::Archive& source, const graph::Graph& original, Builder& builder, Result& result) {
-  drop_dead(builder, original, result);
+  drop_dead(builder, original);
+  if (mode == Mode::kIkbo) {
+    fold_norms(source, builder);
+    fuse_activations(builder);
+  }
+  result.report.nodes_before = static_cast<int>(source.program.graph.nodes.size());
+  result.report.nodes_after = static_cast<int>(builder.graph.nodes.size());
   sign(source, builder, result);
   guard(source, result);
   sample(source, result);
@@ -71,7 +78,7 @@ void Assembly::finish(const graph::Archive& source, const graph::Graph& original
 }
 
 // Nodes that nothing reads go; a check of metadata keeps nothing alive.
-void Assembly::drop_dead(Builder& builder, const graph::Graph& original, Result& result) {
+void Assembly::drop_dead(Builder& builder, const graph::Graph& original) {
   graph::Graph& graph = builder.graph;
   std::set<std::string> alive;
   for (const Argument& out : graph.outputs) {
@@ -104,8 +111,6 @@ void Assembly::drop_dead(Builder& builder, const graph::Graph& original, Result&
                        [&](const std::string& name) { return !made.contains(name) && !input_values.contains(name); });
   });
   graph.nodes = std::move(kept);
-  result.report.nodes_before = static_cast<int>(original.nodes.size());
-  result.report.nodes_after = static_cast<int>(graph.nodes.size());
 }
 
 void Assembly::sign(const graph::Archive& source, Builder& builder, Result& result) {

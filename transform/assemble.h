@@ -33,7 +33,7 @@ struct Assembly {
   void finish(const graph::Archive& source, const graph::Graph& original, Builder& builder, Result& result);
 
  private:
-  void drop_dead(Builder& builder, const graph::Graph& original, Result& result);
+  void drop_dead(Builder& builder, const graph::Graph& original);
   void sign(const graph::Archive& source, Builder& builder, Result& result);
   void guard(const graph::Archive& source, Result& result);
   void sample(const graph::Archive& source, Result& result);

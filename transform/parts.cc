@@ -176,7 +176,7 @@ bool Rewriter::pass_through_parts(const Node& node) {
   const RuleInput input(original_, node, builder_.candidate_symbol(), none);
   const auto operands = input.operands();
   const auto results = input.results();
-  if (operands.empty() || results.size() != 1) return false;
+  if (operands.empty() || results.empty()) return false;
   // One value in parts beside shared ones; or several, taken piece by piece.
   const std::string* self = nullptr;
   bool others = false;
@@ -187,6 +187,8 @@ bool Rewriter::pass_through_parts(const Node& node) {
     if (it->second.parts) self = &name;
   }
   if (self == nullptr) return false;
+  if (!std::holds_alternative<TensorArg>(node.outputs[0])) return !others && split_parts(node, input, *self);
+  if (results.size() != 1) return false;
   std::optional<Parts> parts;
   if (!others) parts = passed(node, input, *self);
   if (!parts && mode_ == Mode::kIkbo) parts = aligned(node);
@@ -433,9 +435,17 @@ std::string Rewriter::apply_to_term(const Node& node, const std::string& self, c
                                     const std::vector<Expr>& sizes) {
   std::vector<graph::NamedArgument> inputs;
   for (const graph::NamedArgument& a : node.inputs) {
-    const auto* t = std::get_if<TensorArg>(&a.value);
-    const bool is_self = t != nullptr && t->name == self;
-    inputs.push_back({a.name, is_self ? Argument(TensorArg{term.value}) : translate(a.value, Where::kShared), a.kind});
+    if (a.value == Argument(TensorArg{self})) {
+      inputs.push_back({a.name, TensorArg{term.value}, a.kind});
+      continue;
+    }
+    Argument replaced = a.value;  // the only index of a list
+    if (auto* indices = std::get_if<graph::OptionalTensorListArg>(&replaced)) {
+      for (auto& name : indices->names) name = name == self ? std::optional(term.value) : name;
+    } else if (auto* list = std::get_if<graph::TensorListArg>(&replaced); list != nullptr && list->names[0] == self) {
+      list->names = {term.value};
+    }
+    inputs.push_back({a.name, replaced == a.value ? translate(a.value, Where::kShared) : replaced, a.kind});
   }
   graph::TensorMeta meta = original_.tensors.at(graph::output_names(node)[0]);
   meta.sizes.clear();

@@ -75,17 +75,15 @@ std::optional<Parts> Rewriter::picked(const Parts& parts, const RuleInput& in) {
     }
     position = list->names.back();
   }
-  const graph::Weight* contents = position ? weight_of(*position) : nullptr;
-  if (contents == nullptr || contents->meta.dtype != graph::DType::kInt64 || contents->meta.sizes.size() != 1) {
-    return std::nullopt;
-  }
+  const auto constant = position ? shared_weight(*position) : std::nullopt;  // a list in the code is a clone of one
+  if (!constant || constant->contents.scalar_type() != at::kLong || constant->contents.dim() != 1) return std::nullopt;
   std::int64_t extent = 0;
   for (const Piece& piece : parts.pieces) {
     const auto size = piece.extent.as_integer();
     if (!size) return std::nullopt;
     extent += *size;
   }
-  const at::Tensor positions = graph::weight_tensor(*contents).contiguous();
+  const at::Tensor positions = constant->contents.contiguous();
   const auto* at = positions.const_data_ptr<std::int64_t>();
   Parts out{parts.dim, parts.shape, {}, true};
   for (std::int64_t i = 0; i < positions.numel();) {
@@ -104,6 +102,76 @@ std::optional<Parts> Rewriter::picked(const Parts& parts, const RuleInput& in) {
   return out;
 }
 
+// split, chunk, unbind: every result takes the pieces it needs, or a cut of each piece along another dimension.
+bool Rewriter::split_parts(const Node& node, const RuleInput& in, const std::string& self) {
+  const Parts& parts = *values_.at(self).parts;
+  const auto& before = original_.tensors.at(self).sizes;
+  const std::string op = aten_name(node.target);
+  const bool drops = op == "unbind";
+  if (!drops && !one_of(op, {"split", "split_with_sizes", "chunk"})) return false;
+  const auto d = node.find("dim") == nullptr ? std::optional<int>(0) : in.dim("dim", static_cast<int>(before.size()));
+  const auto batch = batch_shown_by_sizes(self);
+  if (!d || !batch || batch->axis == *d || !(parts.shape == before)) return false;
+  const auto axis = static_cast<std::size_t>(*d);
+  std::vector<std::pair<std::string, Parts>> results;
+  std::int64_t from = 0;
+  for (const std::string& name : in.results()) {
+    const auto& after = original_.tensors.at(name).sizes;
+    const auto extent = drops ? std::optional<std::int64_t>(1) : after[axis].as_integer();
+    if (!extent) return false;
+    auto cut = *d == parts.dim ? cut_parts(parts, from, from + *extent) : cut_across(parts, *d, from, from + *extent);
+    from += *extent;
+    if (!cut) return false;
+    if (*extent == 0 && *d == parts.dim) cut->pieces = {nothing_of(parts)};
+    cut->shape[axis] = *extent;
+    if (drops) {
+      if (*d == parts.dim && (cut->pieces.size() != 1 || cut->pieces[0].terms.size() != 1)) return false;
+      for (Piece& piece : cut->pieces) {
+        for (Term& term : piece.terms) {
+          std::vector<Expr> sizes = term.sizes;
+          sizes.erase(sizes.begin() + *d);
+          term.value = reshape_term(term, sizes);
+          term.sizes = std::move(sizes);
+        }
+      }
+      cut->shape = after;
+      cut->dim = *d == parts.dim ? 0 : parts.dim - (*d < parts.dim ? 1 : 0);
+    }
+    results.emplace_back(name, std::move(*cut));
+  }
+  for (auto& [name, cut] : results) {
+    if (bind_single_piece(name, cut)) continue;
+    cut.join = cut.join || values_.at(self).node == nullptr;  // of a packed input, which is nowhere whole
+    values_[name] = Value{Level::kCandidate, batch_shown_by_sizes(name), {}, {}, &node, cut};
+  }
+  return true;
+}
+
+// A piece of no entries, with the user where any piece is: it then keeps nobody at the candidate batch.
+Piece Rewriter::nothing_of(const Parts& parts) {
+  const auto user = std::find_if(parts.pieces.begin(), parts.pieces.end(),
+                                 [](const Piece& p) { return p.terms[0].where == Where::kUser; });
+  Term term = (user != parts.pieces.end() ? *user : parts.pieces.front()).terms[0];
+  term.value = builder_.slice(term.value, parts.dim, 0, 0, role_of(term.where));
+  term.sizes[static_cast<std::size_t>(parts.dim)] = 0;
+  term.sign = 1;
+  return {{std::move(term)}, 0};
+}
+
+// A stretch of another dimension than the one that the pieces stand in: of every piece.
+std::optional<Parts> Rewriter::cut_across(const Parts& parts, int dim, std::int64_t from, std::int64_t to) {
+  Parts out = parts;
+  const auto d = static_cast<std::size_t>(dim);
+  for (Piece& piece : out.pieces) {
+    for (Term& term : piece.terms) {
+      if (!(term.sizes[d] == parts.shape[d])) return std::nullopt;  // repeated along it
+      term.value = builder_.slice(term.value, dim, from, to, role_of(term.where));
+      term.sizes[d] = to - from;
+    }
+  }
+  return out;
+}
+
 // f(cat(a, b)) == cat(f(a), f(b)): a rule that calls the rows along the pieces' dimension independent says so.
 std::optional<Parts> Rewriter::piece_by_piece(const Node& node, const std::string& self) {
   const Rule* rule = find_rule(node.target);
@@ -117,10 +185,12 @@ std::optional<Parts> Rewriter::piece_by_piece(const Node& node, const std::strin
   if (!single_terms(parts) || !has_user_piece(parts)) return std::nullopt;
   if (!only_sizes_depend_on_batch(node)) return std::nullopt;
   if (node.outputs.size() != 1 || !std::holds_alternative<TensorArg>(node.outputs[0])) return std::nullopt;
-  for (const graph::NamedArgument& a : node.inputs) {  // in a list it would not be replaced
+  for (const graph::NamedArgument& a : node.inputs) {  // alone, or the only index: in a list it would not be replaced
     const auto names = graph::value_names(a.value);
     const bool read = std::find(names.begin(), names.end(), self) != names.end();
-    if (read && !std::holds_alternative<TensorArg>(a.value)) return std::nullopt;
+    const bool index = names.size() == 1 && (std::holds_alternative<graph::OptionalTensorListArg>(a.value) ||
+                                             std::holds_alternative<graph::TensorListArg>(a.value));
+    if (read && !index && !std::holds_alternative<TensorArg>(a.value)) return std::nullopt;
   }
   for (const std::string& name : graph::input_names(node)) {
     const auto it = values_.find(name);

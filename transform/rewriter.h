@@ -114,6 +114,9 @@ class Rewriter {
 
   // parts_pass.cc: operators that work on each piece alone
   std::optional<Parts> picked(const Parts& parts, const RuleInput& input);
+  bool split_parts(const graph::Node& node, const RuleInput& input, const std::string& self);
+  Piece nothing_of(const Parts& parts);
+  std::optional<Parts> cut_across(const Parts& parts, int dim, std::int64_t from, std::int64_t to);
   std::optional<Parts> piece_by_piece(const graph::Node& node, const std::string& self);
   std::optional<Parts> reduced(const graph::Node& node, const RuleInput& input, const std::string& self);
   std::optional<Parts> aligned(const graph::Node& node);

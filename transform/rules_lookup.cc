@@ -70,6 +70,15 @@ RuleResult index(const RuleInput& in) {
   return one({of_self->axis + (at < of_self->axis ? in.rank(name) - 1 : 0), of_self->inner});
 }
 
+// slice_scatter that takes the whole dimension, as x[:, i] = y is exported: start and end say so.
+bool takes_everything(const RuleInput& in) {
+  const auto is = [&](const char* name, std::int64_t value) {
+    const auto* a = in.node().find(name);
+    return a == nullptr || std::holds_alternative<graph::NoneArg>(*a) || in.integer(name) == value;
+  };
+  return is("start", 0) && is("end", INT64_MAX) && is("step", 1);
+}
+
 // select_scatter, slice_scatter: a row of `src` into a row of `self`, along another dimension than the batch.
 RuleResult scatter_part(const RuleInput& in) {
   const std::string* self = in.tensor("self");
@@ -80,22 +89,24 @@ RuleResult scatter_part(const RuleInput& in) {
   const bool drops = aten_name(in.node().target) == "select_scatter";
   const Batch* of_self = in.batch(*self);
   const Batch* of_src = in.batch(*src);
-  if (!d || of_self == nullptr || of_src == nullptr || *d == of_self->axis) return std::nullopt;
+  if (!d || of_self == nullptr || of_src == nullptr) return std::nullopt;
+  if (*d == of_self->axis && (drops || !takes_everything(in))) return std::nullopt;
   const Batch expected{of_self->axis - (drops && *d < of_self->axis ? 1 : 0), of_self->inner};
   if (!(*of_src == expected)) return std::nullopt;
   return one(*of_self);
 }
 
 // index_put(self, [mask], value): one value wherever a mask of the same rows says so.
-// index_put(self, [None, ..., index, ...], value): one value at shared positions of another dimension than the batch.
+// index_put(self, [None, ..., index, ...], values): at shared positions of another dimension than the batch.
 RuleResult index_put(const RuleInput& in) {
   const Batch* b = in.batch_of("self");
   const std::string* values = in.tensor("values");
   const auto* argument = in.node().find("indices");
-  if (b == nullptr || values == nullptr || argument == nullptr || in.batch(*values) != nullptr) return std::nullopt;
-  for (const graph::Expr& e : in.meta(*values).sizes) {
-    if (!e.is_integer(1)) return std::nullopt;
-  }
+  if (b == nullptr || values == nullptr || argument == nullptr) return std::nullopt;
+  const int rank = in.rank(*in.tensor("self"));
+  const auto& sizes = in.meta(*values).sizes;
+  const bool one_value = in.batch(*values) == nullptr &&
+                         std::all_of(sizes.begin(), sizes.end(), [](const auto& e) { return e.is_integer(1); });
   std::vector<std::optional<std::string>> indices;
   if (const auto* list = std::get_if<graph::OptionalTensorListArg>(argument)) {
     indices = list->names;
@@ -112,9 +123,14 @@ RuleResult index_put(const RuleInput& in) {
     if (++given > 1) return std::nullopt;
     const Batch* own = in.batch(*name);
     if (in.meta(*name).dtype == graph::DType::kBool) {
-      if (own == nullptr || at != 0 || !(*own == *b)) return std::nullopt;
+      if (own == nullptr || at != 0 || !(*own == *b) || !one_value) return std::nullopt;
     } else if (own != nullptr || at == b->axis) {
       return std::nullopt;
+    } else if (!one_value) {  // a list of positions in place of the dimension: values have the dimensions of self
+      const Batch* of_values = in.batch(*values);
+      if (in.rank(*name) != 1 || in.rank(*values) != rank || of_values == nullptr || !(*of_values == *b)) {
+        return std::nullopt;
+      }
     }
   }
   return one(*b);

@@ -14,7 +14,8 @@ std::optional<std::vector<int>> worked_dims(const RuleInput& in, int rank) {
     const std::string name = aten_name(in.node().target);
     if (name == "topk" || name == "sort" || name == "argsort" || name == "kthvalue") {
       dims = std::vector<std::int64_t>{-1};
-    } else if (name == "glu") {
+    } else if (name == "glu" || name == "fft_fft" || name == "fft_ifft" || name == "fft_rfft" || name == "fft_irfft" ||
+               name == "fft_hfft" || name == "fft_ihfft") {
       dims = std::vector<std::int64_t>{-1};
     }
   }
@@ -120,6 +121,15 @@ void add_reduction_rules(RuleTable& table) {
                            "log_softmax",
                            "_log_softmax",
                            "glu",
+                           "fft_fft",
+                           "fft_ifft",
+                           "fft_rfft",
+                           "fft_irfft",
+                           "fft_hfft",
+                           "fft_ihfft",
+                           "_fft_c2c",
+                           "_fft_r2c",
+                           "_fft_c2r",
                            "linalg_vector_norm",
                            "special_softmax",
                            "special_log_softmax"}) {

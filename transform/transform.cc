@@ -9,6 +9,7 @@
 #include "transform/functional.h"
 #include "transform/inputs.h"
 #include "transform/rewriter.h"
+#include "transform/simplify.h"
 
 namespace ikbo::transform {
 namespace {
@@ -165,6 +166,7 @@ Result transform(const graph::Archive& archive, const Options& options) {
   }
   if (!unify.empty()) substitute(original, unify);
   forget_templates(original);
+  if (options.mode == Mode::kIkbo) simplify(original);
   assembly.retired_symbols.assign(symbols.begin(), symbols.end());
   assembly.user_symbol = fresh_symbol(program);
   assembly.candidate_range = range;

@@ -1,11 +1,12 @@
 """Takes one exported configuration through transform, verify, torch.export.load and the measurement.
 
-Every step is recorded in FOLDER/check.json; a step that fails keeps the others. Results are kept as long as neither the
-archive nor the command changes.
+Every step is recorded in FOLDER/check.json; a step that fails keeps the others. What is verified stays so as long as the
+transform makes the same archive and the runtime's sources are the same (digests.py).
 """
 
 from __future__ import annotations
 
+import datetime
 import json
 import os
 import subprocess
@@ -15,10 +16,13 @@ from typing import Any
 
 import torch
 
+import digests
+
 COMMAND = Path(os.environ.get("IKBO", "build/tests/cli/ikbo")).resolve()
 RUNNER = Path(os.environ.get("IKBO_RUN_ARCHIVE", "build/tests/tests/runtime/ikbo_run_archive")).resolve()
 SECONDS = 600  # that one command may take
 USERS, CANDIDATES_A_USER = 15, 70
+SEED = 3  # of the random numbers that a model draws
 MODES = ("broadcast", "split", "ikbo")
 # module() and the C++ runtime run the same operators: what differs is how a library splits its work.
 SAME_SCORES = 1e-6
@@ -44,7 +48,9 @@ def transform(archive: Path, target: Path, request_only: list[str]) -> dict[str,
         return {"passed": False, "message": last_line(err) or f"exit code {code}"}
     report = json.loads(out)
     report.pop("inputs")
-    return {"passed": True, "seconds": round(time.perf_counter() - start, 3), "report": report}
+    report.pop("output")
+    seconds = round(time.perf_counter() - start, 3)
+    return {"passed": True, "seconds": seconds, "digest": digests.archive(target), "report": report}
 
 
 def verify(archive: Path, target: Path) -> dict[str, Any]:
@@ -74,10 +80,11 @@ def standard_load(target: Path, program: Any, folder: Path) -> dict[str, Any]:
     from torch.utils._pytree import tree_flatten
 
     inputs = program.inputs()
+    torch.manual_seed(SEED)
     with torch.no_grad():
         expected = [t for t in tree_flatten(program.call(inputs))[0] if isinstance(t, torch.Tensor)]
     write_tensors(folder, inputs)
-    done = subprocess.run([RUNNER, str(target), str(folder), "--threads", "1"], capture_output=True, text=True, check=False)
+    done = subprocess.run([RUNNER, str(target), str(folder), "--threads", "1", "--seed", str(SEED)], capture_output=True, text=True, check=False)
     if done.returncode:
         return {"passed": False, "message": last_line(done.stderr)}
     worst = 0.0
@@ -106,39 +113,75 @@ def examine(functional: Path, target: Path, request_only: list[str], folder: Pat
     return result
 
 
-def stamp(folder: Path) -> str:
-    command = COMMAND.stat()
-    archive = (folder / "functional.pt2").stat()
-    return f"{command.st_mtime_ns} {command.st_size} {archive.st_mtime_ns} {archive.st_size}"
+def command_digest() -> str:
+    return digests.file(COMMAND)
 
 
-def check(folder: Path, quick: bool = False) -> dict[str, Any]:
+def behaviour() -> str:
+    return digests.behaviour("check.py", "watch.py")
+
+
+def is_checked(result: dict[str, Any], folder: Path, quick: bool) -> bool:
+    """Nothing that the result depends on has changed, and nothing was left out."""
+    same = result.get("command") == command_digest() and result.get("archive") == digests.file(folder / "functional.pt2")
+    return same and result.get("behaviour") == behaviour() and (quick or "arithmetic" in result or not _transformed(result))
+
+
+def _transformed(result: dict[str, Any]) -> bool:
+    return bool(result.get("transform", {}).get("passed"))
+
+
+def _kept(before: dict[str, Any], step: dict[str, Any], quick: bool) -> bool:
+    """An earlier result of the same archive, transformed to the same, holds."""
+    same = before.get("transform", {}).get("digest") == step["digest"] and before.get("behaviour") == behaviour()
+    return same and all(key in before for key in (("verify", "load") if quick else ("verify", "load", "arithmetic")))
+
+
+def check(folder: Path, quick: bool = False, before: dict[str, Any] | None = None) -> dict[str, Any]:
     exported = json.loads((folder / "export.json").read_text())
-    result: dict[str, Any] = {"stamp": stamp(folder), "name": exported["name"], "class": exported["class"]}
+    before = before or {}
     request_only = exported["request_only"]
     functional, target = folder / "functional.pt2", folder / "transformed.pt2"
+    result: dict[str, Any] = {"command": command_digest(), "archive": digests.file(functional), "behaviour": behaviour()}
+    if before.get("archive") != result["archive"]:
+        before = {}
     result["transform"] = transform(functional, target, request_only)
     if result["transform"]["passed"]:
-        result["verify"] = verify(functional, target)
-        try:
-            result |= examine(functional, target, request_only, folder, quick)
-        except Exception as error:  # noqa: BLE001
-            result["load"] = {"passed": False, "message": f"{type(error).__name__}: {error}"[:400]}
+        if _kept(before, result["transform"], quick):
+            result |= {key: before[key] for key in ("verify", "load", "arithmetic") if key in before}
+        else:
+            result["verify"] = verify(functional, target)
+            try:
+                result |= examine(functional, target, request_only, folder, quick)
+            except Exception as error:  # noqa: BLE001
+                result["load"] = {"passed": False, "message": f"{type(error).__name__}: {error}"[:400]}
     raw_target = folder / "transformed_raw.pt2"
-    result["raw"] = transform(folder / "raw.pt2", raw_target, request_only)
-    if result["raw"]["passed"]:
-        result["raw"]["verify"] = verify(folder / "raw.pt2", raw_target)
+    raw, raw_before = transform(folder / "raw.pt2", raw_target, request_only), before.get("raw", {})
+    if raw["passed"]:
+        kept = raw_before.get("digest") == raw["digest"] and before.get("behaviour") == behaviour() and "verify" in raw_before
+        raw["verify"] = raw_before["verify"] if kept else verify(folder / "raw.pt2", raw_target)
         raw_target.unlink()
+    result["raw"] = raw
     return result
 
 
-def measure(folder: Path, seconds: float, threads: int) -> dict[str, Any]:
+def measure_stamp(checked: dict[str, Any], seconds: float, threads: int) -> str:
+    """What figures depend on: the archives, the runtime, how they are taken."""
+    return f"{checked['archive']} {checked['transform']['digest']} {digests.behaviour()} {seconds:g} {threads}"
+
+
+def measure(folder: Path, stamp: str, seconds: float, threads: int) -> dict[str, Any]:
     exported = json.loads((folder / "export.json").read_text())
+    load = round(os.getloadavg()[0], 2)
     code, out, err = ikbo_command(
         "bench", "model", str(folder / "functional.pt2"), "--request-only", ",".join(exported["request_only"]), "--json",
         "--users", str(USERS), "--candidates", str(CANDIDATES_A_USER), "--seconds", str(seconds), "--threads", str(threads),
     )  # fmt: skip
     if code:
-        return {"stamp": stamp(folder), "message": last_line(err)}
-    rows = {row["name"]: row for row in json.loads(out)["rows"]}
-    return {"stamp": stamp(folder), "threads": threads, **{m: round(rows[m]["us"], 1) for m in MODES}}
+        return {"stamp": stamp, "message": last_line(err)}
+    result = json.loads(out)
+    rows = {row["name"]: row for row in result["rows"]}
+    keep = ("us", "us_p99", "replicated_bytes", "peak_bytes", "operators", "largest_difference")
+    modes = {m: {k: round(rows[m][k], 6) if isinstance(rows[m][k], float) else rows[m][k] for k in keep} for m in MODES}
+    about = {"threads": threads, "runs": result["runs"], "load": load, "date": datetime.date.today().isoformat()}
+    return {"stamp": stamp, **about, "modes": modes}

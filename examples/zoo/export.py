@@ -20,7 +20,7 @@ import torch
 from torch.export import Dim
 
 import forked
-from catalogue import Entry, perturb
+from catalogue import Entry, perturb_alive
 
 MAX_BATCH = 65536
 SECONDS = 300  # that one export may take
@@ -36,19 +36,23 @@ def reason(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0] if lines else ''}"[:300]
 
 
+def class_of(module: torch.nn.Module) -> str:
+    """The package's class, inside what this folder wraps around it."""
+    while type(module).__module__.startswith("models_"):
+        module = module.model  # type: ignore[assignment]
+    return type(module).__name__
+
+
 def export_one(entry: Entry, folder: Path) -> dict[str, Any]:
     status: dict[str, Any] = {"name": entry.name, "stage": "build"}
     try:
         torch.manual_seed(0)
         example = entry.build()
         module = example.module.eval()
-        inner = getattr(module, "model", module)
-        status["class"] = type(inner).__name__
+        status["class"] = class_of(module)
         status["request_only"] = example.request_only
-        perturb(module)
         status["stage"] = "run"
-        with torch.no_grad():
-            module(example.inputs)
+        status["perturbation"] = perturb_alive(example)
         status["stage"] = "export"
         batch = Dim("batch", max=MAX_BATCH)
         packed = isinstance(example.inputs, torch.Tensor)

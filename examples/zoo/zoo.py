@@ -37,42 +37,56 @@ def folders(arguments: argparse.Namespace) -> list[Path]:
     return found
 
 
-def is_current(folder: Path, file: str) -> bool:
-    path = folder / file
-    return path.is_file() and json.loads(path.read_text()).get("stamp") == check.stamp(folder)
-
-
-def check_one(folder: Path, quick: bool) -> None:
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    try:
-        result = check.check(folder, quick)
-    except Exception:  # noqa: BLE001
-        result = {"stamp": check.stamp(folder), "error": traceback.format_exc()[-2000:]}
-    (folder / CHECK_FILE).write_text(json.dumps(result, indent=1))
-
-
-def check_all(todo: list[Path], jobs: int, quick: bool) -> None:
-    def done(number: int, folder: Path, how: str, seconds: float) -> None:
-        if not is_current(folder, CHECK_FILE):
-            (folder / CHECK_FILE).write_text(json.dumps({"stamp": check.stamp(folder), "error": f"the check {how}"}))
-        said = table.verdict(json.loads((folder / CHECK_FILE).read_text()))
-        print(f"  check {number}/{len(todo)} {folder.parent.name}/{folder.name}: {said} ({seconds:.0f} s)", flush=True)
-
-    forked.each(todo, lambda folder: check_one(folder, quick), done, jobs, check.SECONDS)
-
-
-def measure_all(todo: list[Path], seconds: float, threads: int) -> None:
-    for number, folder in enumerate(todo, 1):
-        result = check.measure(folder, seconds, threads)
-        (folder / MEASURE_FILE).write_text(json.dumps(result, indent=1))
-        said = result.get("message") or ", ".join(f"{m} {result[m] / 1e3:.2f} ms" for m in check.MODES)
-        print(f"  measure {number}/{len(todo)} {folder.parent.name}/{folder.name}: {said}", flush=True)
-
-
 def read(folder: Path, file: str) -> dict[str, Any]:
     path = folder / file
     return json.loads(path.read_text()) if path.is_file() else {}
+
+
+def write(folder: Path, file: str, result: dict[str, Any]) -> None:
+    part = folder / f"{file}.part"
+    part.write_text(json.dumps(result, indent=1) + "\n")
+    part.replace(folder / file)
+
+
+def check_one(folder: Path, quick: bool, again: bool) -> None:
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    try:
+        result = check.check(folder, quick, {} if again else read(folder, CHECK_FILE))
+    except Exception:  # noqa: BLE001
+        result = {"error": traceback.format_exc()[-2000:]}
+    write(folder, CHECK_FILE, result)
+
+
+def check_all(chosen: list[Path], arguments: argparse.Namespace) -> None:
+    quick, again = arguments.quick, arguments.again
+    todo = [f for f in chosen if again or not check.is_checked(read(f, CHECK_FILE), f, quick)]
+
+    def done(number: int, folder: Path, how: str, seconds: float) -> None:
+        if how != "ended with code 0":
+            write(folder, CHECK_FILE, {"error": f"the check {how}"})
+        said = table.verdict(read(folder, CHECK_FILE))
+        print(f"  check {number}/{len(todo)} {folder.parent.name}/{folder.name}: {said} ({seconds:.0f} s)", flush=True)
+
+    forked.each(todo, lambda folder: check_one(folder, quick, again), done, arguments.jobs, check.SECONDS)
+
+
+def measure_all(chosen: list[Path], arguments: argparse.Namespace) -> None:
+    todo = []
+    for folder in chosen:
+        checked, measured = read(folder, CHECK_FILE), read(folder, MEASURE_FILE)
+        if not checked.get("transform", {}).get("passed"):
+            (folder / MEASURE_FILE).unlink(missing_ok=True)
+            continue
+        stamp = check.measure_stamp(checked, arguments.seconds, arguments.threads)
+        if arguments.again or measured.get("stamp") != stamp or "modes" not in measured:
+            todo.append((folder, stamp))
+    for number, (folder, stamp) in enumerate(todo, 1):
+        result = check.measure(folder, stamp, arguments.seconds, arguments.threads)
+        write(folder, MEASURE_FILE, result)
+        times = ", ".join(f"{m} {v['us'] / 1e3:.2f} ms" for m, v in result.get("modes", {}).items())
+        said = result.get("message") or f"{times}; load {result['load']}"
+        print(f"  measure {number}/{len(todo)} {folder.parent.name}/{folder.name}: {said}", flush=True)
 
 
 def main() -> int:
@@ -96,16 +110,17 @@ def main() -> int:
         print("nothing is exported for these names", file=sys.stderr)
         return 2
     if arguments.check:
-        check_all([f for f in chosen if arguments.again or not is_current(f, CHECK_FILE)], arguments.jobs, arguments.quick)
+        check_all(chosen, arguments)
     if arguments.measure:
-        stale = [f for f in chosen if arguments.again or not is_current(f, MEASURE_FILE)]
-        measure_all(stale, arguments.seconds, arguments.threads)
-    rows = table.rows(arguments.archives, chosen, CHECK_FILE, MEASURE_FILE)
+        measure_all(chosen, arguments)
+    rows = table.rows(arguments.archives, CHECK_FILE, MEASURE_FILE)
     print(table.summary(rows))
     if arguments.table:
         table.write(rows, *arguments.table)
     names = {(f.parent.name, read(f, "export.json")["name"]) for f in chosen}
     failed = [r for r in rows if (r["package"], r["name"]) in names and (not r["passed"] or r.get("raw") == "wrong")]
+    for row in failed:
+        print(f"failed: {row['package']} {row['name']}: {row.get('verdict', 'not checked')}")
     return 1 if arguments.strict and failed else 0
 
 

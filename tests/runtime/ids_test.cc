@@ -41,7 +41,7 @@ TEST(IdRanges, PackedColumnsThroughSliceSelectAndCast) {
       g.node("torch.ops.aten.select.int", {{"self", tensor("X")}, {"dim", integer(1)}, {"index", integer(-4)}},
              DType::kFloat32, {kBatch});
   embed(g, "u", cast(g, select, {kBatch}));
-  const auto ranges = find_id_ranges(g.finish({"X"}).program);
+  const auto ranges = find_id_ranges(g.finish({"X"}));
   ASSERT_EQ(ranges.size(), 2U);
   EXPECT_EQ(ranges[0].value, "X");
   EXPECT_EQ(ranges[0].columns, (std::vector<DimRange>{{1, 2, 4}}));
@@ -61,7 +61,7 @@ TEST(IdRanges, HistoryAndTargetConcatenatedBeforeOneLookup) {
                                  {{"tensors", graph::TensorListArg{{"history", column}}}, {"dim", integer(-1)}},
                                  DType::kInt64, {kBatch, 6});
   embed(g, "t", all);
-  const auto ranges = find_id_ranges(g.finish({"target"}).program);
+  const auto ranges = find_id_ranges(g.finish({"target"}));
   ASSERT_EQ(ranges.size(), 2U);
   EXPECT_EQ(ranges[0].value, "history");
   EXPECT_EQ(ranges[1].value, "target");
@@ -77,7 +77,7 @@ TEST(IdRanges, ShiftedIdsAndNegativeIndices) {
         g.node("torch.ops.aten.add.Tensor", {{"self", tensor("a")}, {"other", integer(2)}}, DType::kInt64, {kBatch}));
   g.node("torch.ops.aten.index.Tensor", {{"self", tensor("t")}, {"indices", graph::OptionalTensorListArg{{"b"}}}},
          DType::kFloat32, {kBatch, 2});
-  const auto ranges = find_id_ranges(g.finish({"a"}).program);
+  const auto ranges = find_id_ranges(g.finish({"a"}));
   ASSERT_EQ(ranges.size(), 2U);
   EXPECT_EQ(ranges[0].min, -2);
   EXPECT_EQ(ranges[0].max, 4);
@@ -92,7 +92,7 @@ TEST(IdRanges, ComputedIndicesSayNothing) {
   embed(g, "t",
         g.node("torch.ops.aten.remainder.Scalar", {{"self", tensor("a")}, {"other", integer(7)}}, DType::kInt64,
                {kBatch}));
-  EXPECT_TRUE(find_id_ranges(g.finish({"a"}).program).empty());
+  EXPECT_TRUE(find_id_ranges(g.finish({"a"})).empty());
 }
 
 TEST(BadIds, PositionAndValue) {
@@ -105,6 +105,34 @@ TEST(BadIds, PositionAndValue) {
   // A packed matrix of floats: cut towards zero, NaN is no id.
   EXPECT_FALSE(find_bad_id(at::tensor({9.0, 4.5, 0.0}, at::kDouble).view({1, 3}), range));
   EXPECT_TRUE(find_bad_id(at::tensor({0.0, std::nan(""), 0.0}, at::kDouble).view({1, 3}), range));
+}
+
+// Fields that share one table: each begins at its own row.
+TEST(IdRanges, FieldsOffsetByAConstantBeforeTheLookup) {
+  GraphBuilder g;
+  g.weight("t", at::zeros({12, 2}));
+  g.weight("starts", at::tensor({std::int64_t{0}, std::int64_t{7}, std::int64_t{9}}));
+  g.input("a", DType::kInt64, {kBatch, 2});
+  g.input("b", DType::kInt64, {kBatch, 1});
+  const std::string fields =
+      g.node("torch.ops.aten.cat.default", {{"tensors", graph::TensorListArg{{"a", "b"}}}, {"dim", integer(1)}},
+             DType::kInt64, {kBatch, 3});
+  const std::string copy = g.node("torch.ops.aten.clone.default", {{"self", tensor("starts")}}, DType::kInt64, {3});
+  const std::string row =
+      g.node("torch.ops.aten.unsqueeze.default", {{"self", tensor(copy)}, {"dim", integer(0)}}, DType::kInt64, {1, 3});
+  embed(g, "t",
+        g.node("torch.ops.aten.add.Tensor", {{"self", tensor(fields)}, {"other", tensor(row)}}, DType::kInt64,
+               {kBatch, 3}));
+  const auto ranges = find_id_ranges(g.finish({"a"}));
+  ASSERT_EQ(ranges.size(), 3U);
+  const std::int64_t starts[] = {0, 7, 9};
+  for (std::size_t i = 0; i < 3; ++i) {
+    EXPECT_EQ(ranges[i].value, i < 2 ? "a" : "b");
+    EXPECT_EQ(ranges[i].columns, (std::vector<DimRange>{{1, i < 2 ? static_cast<std::int64_t>(i) : 0,
+                                                         i < 2 ? static_cast<std::int64_t>(i) + 1 : 1}}));
+    EXPECT_EQ(ranges[i].min, -starts[i]);
+    EXPECT_EQ(ranges[i].max, 11 - starts[i]);
+  }
 }
 
 }  // namespace

@@ -1,7 +1,9 @@
 // Runs an archive on tensors that another program wrote, for tests that compare with Python:
-//   run_archive ARCHIVE FOLDER... [--float64] [--threads N] [--time RUNS]
+//   run_archive ARCHIVE FOLDER... [--float64] [--threads N] [--time RUNS] [--seed N]
 // FOLDER/inputs.json lists {"dtype", "sizes", "strides"} and FOLDER/input_<i>.bin holds the storage; outputs are
 // written the same way, contiguous. With --time, the median of RUNS runs on each folder is printed in microseconds.
+// --seed is of the random numbers that a program draws.
+#include <ATen/Context.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 
@@ -76,6 +78,9 @@ int run(const std::vector<std::string>& arguments) {
       options.float64 = true;
     } else if (arguments[i] == "--threads") {
       options.threads = std::stoi(arguments.at(++i));
+    } else if (arguments[i] == "--seed") {
+      at::Generator generator = at::globalContext().defaultGenerator(at::kCPU);
+      generator.set_current_seed(std::stoull(arguments.at(++i)));
     } else if (arguments[i] == "--time") {
       timed = std::stoi(arguments.at(++i));
     } else {

@@ -196,7 +196,11 @@ class Maker:
         if self.random.random() < 0.3:
             wide = self.add(self.random.choice([torch.relu, torch.tanh, torch.clone]), [wide])
         result = self.add(self.layer(torch.nn.Linear(self.values[wide].shape[1], WIDTH)), [wide])
-        self.add(torch.relu, [result])
+        if self.random.random() < 0.4:  # as multi-layer perceptrons are written
+            result = self.add(self.layer(torch.nn.BatchNorm1d(WIDTH, affine=self.random.random() < 0.7)), [result])
+        result = self.add(self.random.choice([torch.relu, torch.sigmoid, torch.tanh, F.silu]), [result])
+        if self.random.random() < 0.4:
+            self.add(self.layer(torch.nn.Dropout(0.5).eval()), [result])
 
     def unit(self) -> None:
         """DIN's attention unit: a small network on [q, k, q - k, q * k] for every entry of a history."""
@@ -236,6 +240,8 @@ class Maker:
             layer, norm, lambda v: v * scale, lambda v: v + shift, lambda v: torch.relu(layer(v)) + v, lambda v: v * v,
             lambda v: v.softmax(-1), lambda v: v[:, picks], lambda v: v.index_select(1, picks), lambda v: v @ shift[:1].t() * v,
             lambda v: v.transpose(1, 2).transpose(1, 2), lambda v: torch.where(v > 0, v, v * 0.1), lambda v: v.clamp(-1.0, 1.0),
+            lambda v: torch.cat([layer(p) * v[:, :1] for p in v.split(1, 1)], 1), lambda v: torch.stack(v.unbind(1)[::-1], 1),
+            lambda v: torch.cat(v.split([1, WIDTH - 1], -1)[::-1], -1), lambda v: torch.cat(v.chunk(2, 1)[::-1], 1),
         ]  # fmt: skip
         ends: list[Callable[[torch.Tensor], torch.Tensor]] = [
             lambda v: v.sum(1, keepdim=keep), lambda v: v.mean(1, keepdim=keep), lambda v: v.sum((1, 2), keepdim=keep),
@@ -389,8 +395,15 @@ class Maker:
     def lookup(self) -> None:
         ids = [i for i, v in enumerate(self.values) if v.dtype == torch.int64]
         kind = self.random.random()
-        if ids and kind < 0.6:
+        if ids and kind < 0.4:
             self.add(self.layer(torch.nn.Embedding(VOCABULARY, WIDTH, padding_idx=0)), [self.pick(ids)])
+        elif ids and kind < 0.6:  # both sides in one lookup, of a table whose rows are numbers too
+            rows = [i for i in ids if self.values[i].shape == (BATCH,)]
+            lists = [i for i in ids if self.values[i].dim() == 2 and self.values[i].shape[0] == BATCH]
+            both = self.add(lambda h, i: torch.cat([h, i.unsqueeze(1)], 1), [self.pick(lists), self.pick(rows)])
+            table = self.parameter(VOCABULARY, WIDTH)
+            looked_up = self.add(lambda t: table[t], [both])
+            self.add(lambda v: v[:, :-1] * v[:, -1:], [looked_up])
         elif ids and kind < 0.7:
             self.add(lambda t: F.one_hot(t, VOCABULARY).double(), [self.pick(ids)])
         elif kind < 0.8:
@@ -489,7 +502,14 @@ def export(seed: int, path: Path) -> str:
 
 def work(task: tuple[int, Path]) -> tuple[int, str]:
     torch.set_num_threads(1)
-    return task[0], export(*task)
+    seed, path = task
+    if path.is_file():  # of an earlier run into the same folder
+        return seed, ""
+    part = path.with_suffix(".part.pt2")
+    problem = export(seed, part)
+    if not problem:
+        part.replace(path)
+    return seed, problem
 
 
 def main() -> int:
@@ -500,6 +520,8 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=2)
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
+    for part in options.out.glob("*.part.pt2"):
+        part.unlink()
     made, refused, seed = 0, 0, options.seed * 1_000_000
     with multiprocessing.get_context("spawn").Pool(options.jobs) as pool:
         while made < options.count:
