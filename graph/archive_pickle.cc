@@ -123,8 +123,9 @@ class Pickler {
   void constant(const InputSpec& spec) {
     const Json& value = spec.json.at("constant_input").at("value");
     if (!value.is_object() || value.size() != 1) throw NotPlain{};
-    const std::string& kind = value.begin().key();
-    const Json& content = value.begin().value();
+    const auto entry = value.begin();
+    const std::string& kind = entry.key();
+    const Json& content = entry.value();
     if (kind == "as_none") {
       out_ += 'N';
     } else if (kind == "as_int") {

@@ -106,8 +106,9 @@ struct Reader {
 
   Argument argument(const Json& json) {
     if (!json.is_object() || json.size() != 1) fail("model.json: an argument is no object with one member");
-    const std::string& kind = json.begin().key();
-    const Json& value = json.begin().value();
+    const auto entry = json.begin();
+    const std::string& kind = entry.key();
+    const Json& value = entry.value();
     if (kind == "as_none") return NoneArg{};
     if (kind == "as_tensor") return TensorArg{tensor_name(value)};
     if (kind == "as_tensors") {
@@ -233,8 +234,9 @@ struct Reader {
   InputSpec input_spec(const Json& json) {
     if (!json.is_object() || json.size() != 1)
       fail("model.json: an input of the signature is no object with one member");
-    const std::string& kind = json.begin().key();
-    const Json& value = json.begin().value();
+    const auto entry = json.begin();
+    const std::string& kind = entry.key();
+    const Json& value = entry.value();
     InputSpec spec;
     spec.json = json;
     if (kind == "user_input") {
