@@ -4,6 +4,7 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
 #include <utility>
 #include <vector>
@@ -162,6 +163,10 @@ at::Tensor linear_compression_autograd(const at::Tensor& w_cand, const at::Tenso
   return LinearCompression::apply(w_cand, e_cand, w_bcast, e_bcast, index, out_dtype);
 }
 
+std::optional<at::Tensor> optional(const at::Tensor& tensor) {
+  return tensor.defined() ? std::make_optional(tensor) : std::nullopt;
+}
+
 struct TargetAttention : torch::autograd::Function<TargetAttention> {
   static variable_list forward(AutogradContext* ctx, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                const at::Tensor& candidate_to_user, const std::optional<at::Tensor>& kv_lengths,
@@ -182,9 +187,6 @@ struct TargetAttention : torch::autograd::Function<TargetAttention> {
 
   static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
     const variable_list saved = ctx->get_saved_variables();
-    const auto optional = [](const at::Tensor& tensor) {
-      return tensor.defined() ? std::make_optional(tensor) : std::nullopt;
-    };
     const auto lengths = optional(saved[4]);
     const auto offsets = optional(saved[5]);
     const AttentionArguments arguments{
@@ -224,6 +226,75 @@ std::tuple<at::Tensor, at::Tensor> target_attention_lse_autograd(const at::Tenso
   return {results[0], results[1]};
 }
 
+struct SelfAndTargetAttention : torch::autograd::Function<SelfAndTargetAttention> {
+  static variable_list forward(AutogradContext* ctx, const at::Tensor& q_self, const at::Tensor& q, const at::Tensor& k,
+                               const at::Tensor& v, const at::Tensor& candidate_to_user,
+                               const std::optional<at::Tensor>& kv_lengths, const std::optional<at::Tensor>& kv_offsets,
+                               std::optional<double> scale) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    using Signature = std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor>(
+        const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+        const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, std::optional<double>);
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("ikbo::self_and_target_attention_lse", "").typed<Signature>();
+    auto [self_out, self_logsumexp, out, logsumexp] =
+        op.call(q_self, q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale);
+    ctx->set_materialize_grads(false);
+    ctx->save_for_backward({q_self, q, k, v, candidate_to_user, kv_lengths.value_or(at::Tensor()),
+                            kv_offsets.value_or(at::Tensor()), self_out, self_logsumexp, out, logsumexp});
+    ctx->saved_data["scale"] = scale;
+    return {self_out, self_logsumexp, out, logsumexp};
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const variable_list saved = ctx->get_saved_variables();
+    const auto lengths = optional(saved[5]);
+    const auto offsets = optional(saved[6]);
+    const AttentionArguments arguments{
+        saved[1], saved[2], saved[3], saved[4], lengths, offsets, ctx->saved_data["scale"].toOptional<double>()};
+    variable_list out(8);
+    if (std::none_of(grads.begin(), grads.end(), [](const at::Tensor& grad) { return grad.defined(); })) return out;
+    const at::Tensor grad_self = grads[0].defined() ? grads[0] : at::zeros_like(saved[7]);
+    const at::Tensor grad_target = grads[2].defined() ? grads[2] : at::zeros_like(saved[9]);
+    const auto grad_self_sums = optional(grads[1]);
+    const auto grad_target_sums = optional(grads[3]);
+    std::tie(out[0], out[1], out[2], out[3]) =
+        call_self_and_target_attention_backward(saved[0], arguments, {grad_self, grad_self_sums, saved[7], saved[8]},
+                                                {grad_target, grad_target_sums, saved[9], saved[10]});
+    return out;
+  }
+};
+
+std::tuple<at::Tensor, at::Tensor> self_and_target_attention_autograd(const at::Tensor& q_self, const at::Tensor& q,
+                                                                      const at::Tensor& k, const at::Tensor& v,
+                                                                      const at::Tensor& candidate_to_user,
+                                                                      const std::optional<at::Tensor>& kv_lengths,
+                                                                      const std::optional<at::Tensor>& kv_offsets,
+                                                                      std::optional<double> scale) {
+  if (!at::GradMode::is_enabled() ||
+      !(q_self.requires_grad() || q.requires_grad() || k.requires_grad() || v.requires_grad())) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    using Signature = std::tuple<at::Tensor, at::Tensor>(
+        const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&, const at::Tensor&,
+        const std::optional<at::Tensor>&, const std::optional<at::Tensor>&, std::optional<double>);
+    static const auto op =
+        c10::Dispatcher::singleton().findSchemaOrThrow("ikbo::self_and_target_attention", "").typed<Signature>();
+    return op.call(q_self, q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale);
+  }
+  const variable_list results =
+      SelfAndTargetAttention::apply(q_self, q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale);
+  return {results[0], results[2]};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> self_and_target_attention_lse_autograd(
+    const at::Tensor& q_self, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& candidate_to_user, const std::optional<at::Tensor>& kv_lengths,
+    const std::optional<at::Tensor>& kv_offsets, std::optional<double> scale) {
+  const variable_list results =
+      SelfAndTargetAttention::apply(q_self, q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale);
+  return {results[0], results[1], results[2], results[3]};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ikbo, Autograd, m) {
@@ -233,6 +304,8 @@ TORCH_LIBRARY_IMPL(ikbo, Autograd, m) {
   m.impl("linear_compression", linear_compression_autograd);
   m.impl("target_attention", target_attention_autograd);
   m.impl("target_attention_lse", target_attention_lse_autograd);
+  m.impl("self_and_target_attention", self_and_target_attention_autograd);
+  m.impl("self_and_target_attention_lse", self_and_target_attention_lse_autograd);
 }
 
 }  // namespace ikbo

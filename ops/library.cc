@@ -44,12 +44,25 @@ TORCH_LIBRARY(ikbo, m) {
       "target_attention_backward(Tensor grad_out, Tensor? grad_logsumexp, Tensor q, Tensor k, Tensor v, Tensor out, "
       "Tensor logsumexp, Tensor candidate_to_user, Tensor? kv_lengths, Tensor? kv_offsets, float? scale) "
       "-> (Tensor, Tensor, Tensor)");
+  m.def(
+      "self_and_target_attention(Tensor q_self, Tensor q, Tensor k, Tensor v, Tensor candidate_to_user, *, "
+      "Tensor? kv_lengths=None, Tensor? kv_offsets=None, float? scale=None) -> (Tensor self_out, Tensor target_out)");
+  m.def(
+      "self_and_target_attention_lse(Tensor q_self, Tensor q, Tensor k, Tensor v, Tensor candidate_to_user, *, "
+      "Tensor? kv_lengths=None, Tensor? kv_offsets=None, float? scale=None) "
+      "-> (Tensor self_out, Tensor self_logsumexp, Tensor target_out, Tensor target_logsumexp)");
+  m.def(
+      "self_and_target_attention_backward(Tensor grad_self_out, Tensor? grad_self_logsumexp, Tensor grad_target_out, "
+      "Tensor? grad_target_logsumexp, Tensor q_self, Tensor q, Tensor k, Tensor v, Tensor self_out, "
+      "Tensor self_logsumexp, Tensor target_out, Tensor target_logsumexp, Tensor candidate_to_user, "
+      "Tensor? kv_lengths, Tensor? kv_offsets, float? scale) -> (Tensor, Tensor, Tensor, Tensor)");
 }
 
 TORCH_LIBRARY_IMPL(ikbo, FuncTorchDynamicLayerFrontMode, m) {
   for (const char* name :
        {"broadcast", "broadcast_backward", "linear", "linear_backward", "linear_compression",
-        "linear_compression_backward", "target_attention", "target_attention_lse", "target_attention_backward"}) {
+        "linear_compression_backward", "target_attention", "target_attention_lse", "target_attention_backward",
+        "self_and_target_attention", "self_and_target_attention_lse", "self_and_target_attention_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_functorch>());
   }
 }

@@ -3,6 +3,8 @@
 
 #include <ATen/Parallel.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/full.h>
+#include <ATen/ops/zeros.h>
 #include <c10/util/BFloat16.h>
 #include <c10/util/Half.h>
 #include <torch/library.h>
@@ -10,6 +12,8 @@
 #include <algorithm>
 #include <atomic>
 #include <cmath>
+#include <limits>
+#include <utility>
 #include <vector>
 
 #include "ops/checks.h"
@@ -115,11 +119,17 @@ struct Chunk {
   int64_t head;
   int64_t row;
   int64_t rows;
+  bool self;  // of q_self
 };
 
 template <typename T>
-void compute(const AttentionArguments& arguments, const HistoryRows& history, double scale, at::Tensor& out,
-             const at::Tensor& logsumexp) {
+T* row_of(const at::Tensor& tensor, int64_t offset) {
+  return tensor.defined() ? tensor.mutable_data_ptr<T>() + offset : nullptr;
+}
+
+template <typename T>
+void compute(const std::optional<at::Tensor>& q_self, const AttentionArguments& arguments, const HistoryRows& history,
+             const AttentionResults& results) {
   using Acc = cpu::AccOf<T>;
   const at::Tensor& q = arguments.q;
   const bool packed = arguments.kv_offsets.has_value();
@@ -131,51 +141,62 @@ void compute(const AttentionArguments& arguments, const HistoryRows& history, do
   const int64_t kv_heads = k.size(-2);
   const int64_t q_heads = q.size(2);
   const int64_t group = q_heads / kv_heads;
+  const int64_t dim = q.size(3);
+  const auto scale = static_cast<Acc>(attention_scale(arguments));
   const CandidatesByUser candidates = group_by_user(arguments.candidate_to_user.contiguous(), users);
-  const auto count = [&](int64_t u) {
-    return candidates.begin[static_cast<size_t>(u) + 1] - candidates.begin[static_cast<size_t>(u)];
-  };
 
   std::vector<Chunk> chunks;
   int64_t work = 0;
   for (int64_t u = 0; u < users; ++u) {
-    const int64_t rows = count(u) * q.size(1) * group;
-    work += 2 * rows * kv_heads * history.length[static_cast<size_t>(u)] * q.size(3);
+    const auto i = static_cast<size_t>(u);
+    const int64_t length = history.length[i];
+    const int64_t target_rows = (candidates.begin[i + 1] - candidates.begin[i]) * q.size(1) * group;
+    const int64_t self_rows = q_self.has_value() ? length * group : 0;
+    work += 2 * (target_rows + self_rows) * kv_heads * length * dim;
     for (int64_t head = 0; head < kv_heads; ++head) {
-      for (int64_t row = 0; row < rows; row += cpu::kAttentionRows) {
-        chunks.push_back({u, head, row, std::min(cpu::kAttentionRows, rows - row)});
+      for (const auto& [rows, self] : {std::pair{target_rows, false}, std::pair{self_rows, true}}) {
+        for (int64_t row = 0; row < rows; row += cpu::kAttentionRows) {
+          chunks.push_back({u, head, row, std::min(cpu::kAttentionRows, rows - row), self});
+        }
       }
     }
   }
   const auto task_of = [&](const Chunk& chunk) {
     const auto u = static_cast<size_t>(chunk.user);
-    const auto base = [&](const at::Tensor& tensor) {
-      const int64_t row_stride = tensor.stride(packed ? 0 : 1);
-      const int64_t start = packed ? history.first[u] * row_stride : chunk.user * tensor.stride(0);
-      return tensor.const_data_ptr<Acc>() + start + chunk.head * tensor.stride(-2);
+    // Of the user's first row of k, v or q_self.
+    const auto start = [&](const at::Tensor& tensor) {
+      return packed ? history.first[u] * tensor.stride(0) : chunk.user * tensor.stride(0);
     };
+    const auto base = [&](const at::Tensor& tensor) {
+      return tensor.const_data_ptr<Acc>() + start(tensor) + chunk.head * tensor.stride(-2);
+    };
+    const at::Tensor& queries = chunk.self ? *q_self : q;
+    const AttentionResult& result = chunk.self ? results.self : results.target;
+    // A user's rows of q_self are the seeds of one candidate.
+    static constexpr int64_t kFirst = 0;
+    const int64_t first_row = chunk.head * group + (chunk.self ? history.first[u] * q_heads : 0);
     return cpu::AttentionTask<T>{
-        .q = q.const_data_ptr<T>() + chunk.head * group * q.stride(2),
-        .q_candidate_stride = q.stride(0),
-        .q_seed_stride = q.stride(1),
-        .q_head_stride = q.stride(2),
-        .q_col_stride = q.stride(3),
-        .candidates = candidates.candidate.data() + candidates.begin[u],
-        .seeds = q.size(1),
+        .q = queries.const_data_ptr<T>() + chunk.head * group * queries.stride(-2) + (chunk.self ? start(queries) : 0),
+        .q_candidate_stride = queries.stride(0),
+        .q_seed_stride = queries.stride(-3),
+        .q_head_stride = queries.stride(-2),
+        .q_col_stride = queries.stride(-1),
+        .candidates = chunk.self ? &kFirst : candidates.candidate.data() + candidates.begin[u],
+        .seeds = chunk.self ? history.length[u] : q.size(1),
         .group = group,
-        .dim = q.size(3),
+        .dim = dim,
         .k = base(k),
-        .k_row_stride = k.stride(packed ? 0 : 1),
+        .k_row_stride = k.stride(-3),
         .k_col_stride = k.stride(-1),
         .v = base(v),
-        .v_row_stride = v.stride(packed ? 0 : 1),
+        .v_row_stride = v.stride(-3),
         .v_col_stride = v.stride(-1),
         .length = history.length[u],
-        .scale = static_cast<Acc>(scale),
-        .out = out.mutable_data_ptr<T>() + chunk.head * group * q.size(3),
-        .out_stride = out.stride(0),
+        .scale = scale,
+        .out = row_of<T>(result.out, first_row * dim),
+        .out_stride = q.size(1) * q_heads * dim,
         .out_heads = q_heads,
-        .logsumexp = logsumexp.defined() ? logsumexp.mutable_data_ptr<Acc>() + chunk.head * group : nullptr};
+        .logsumexp = row_of<Acc>(result.logsumexp, first_row)};
   };
   // Histories differ in length, so each thread takes the next chunk when it is done with its last.
   const int64_t threads = std::min<int64_t>(at::get_num_threads(), work / cpu::kGrainWork + 1);
@@ -187,30 +208,44 @@ void compute(const AttentionArguments& arguments, const HistoryRows& history, do
   });
 }
 
-std::tuple<at::Tensor, at::Tensor> attention_cpu(const char* op, const AttentionArguments& arguments,
-                                                 bool with_logsumexp) {
-  check_target_attention(op, arguments);
+}  // namespace
+
+AttentionResults attention_cpu(std::string_view op, const std::optional<at::Tensor>& q_self,
+                               const AttentionArguments& arguments, bool with_logsumexp) {
+  if (q_self.has_value()) {
+    check_self_and_target_attention(op, *q_self, arguments);
+  } else {
+    check_target_attention(op, arguments);
+  }
   const HistoryRows history = history_rows(op, arguments);
   const at::Tensor& q = arguments.q;
   const auto type = q.scalar_type();
-  at::Tensor out = at::empty(q.sizes(), q.options().memory_format(at::MemoryFormat::Contiguous));
-  at::Tensor logsumexp;
-  if (with_logsumexp) {
-    logsumexp = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(sum_type(type)));
+  const auto options = q.options().memory_format(at::MemoryFormat::Contiguous);
+  const auto sums = q.options().dtype(sum_type(type));
+  AttentionResults results;
+  results.target.out = at::empty(q.sizes(), options);
+  if (with_logsumexp) results.target.logsumexp = at::empty(q.sizes().slice(0, 3), sums);
+  if (q_self.has_value()) {
+    // What rows of no history keep.
+    results.self.out = at::zeros(q_self->sizes(), options);
+    if (with_logsumexp) {
+      results.self.logsumexp =
+          at::full(q_self->sizes().slice(0, q_self->dim() - 1), -std::numeric_limits<double>::infinity(), sums);
+    }
   }
-  if (out.numel() == 0) return {out, logsumexp};
-  const double scale = attention_scale(arguments);
   if (type == at::kDouble) {
-    compute<double>(arguments, history, scale, out, logsumexp);
+    compute<double>(q_self, arguments, history, results);
   } else if (type == at::kFloat) {
-    compute<float>(arguments, history, scale, out, logsumexp);
+    compute<float>(q_self, arguments, history, results);
   } else if (type == at::kBFloat16) {
-    compute<c10::BFloat16>(arguments, history, scale, out, logsumexp);
+    compute<c10::BFloat16>(q_self, arguments, history, results);
   } else {
-    compute<c10::Half>(arguments, history, scale, out, logsumexp);
+    compute<c10::Half>(q_self, arguments, history, results);
   }
-  return {out, logsumexp};
+  return results;
 }
+
+namespace {
 
 constexpr const char* kAttention = "ikbo::target_attention";
 constexpr const char* kAttentionLse = "ikbo::target_attention_lse";
@@ -218,7 +253,7 @@ constexpr const char* kAttentionLse = "ikbo::target_attention_lse";
 at::Tensor target_attention_cpu(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                 const at::Tensor& candidate_to_user, const std::optional<at::Tensor>& kv_lengths,
                                 const std::optional<at::Tensor>& kv_offsets, std::optional<double> scale) {
-  return std::get<0>(attention_cpu(kAttention, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, false));
+  return attention_cpu(kAttention, {}, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, false).target.out;
 }
 
 std::tuple<at::Tensor, at::Tensor> target_attention_lse_cpu(const at::Tensor& q, const at::Tensor& k,
@@ -226,7 +261,9 @@ std::tuple<at::Tensor, at::Tensor> target_attention_lse_cpu(const at::Tensor& q,
                                                             const std::optional<at::Tensor>& kv_lengths,
                                                             const std::optional<at::Tensor>& kv_offsets,
                                                             std::optional<double> scale) {
-  return attention_cpu(kAttentionLse, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, true);
+  const AttentionArguments arguments{q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale};
+  auto [out, logsumexp] = attention_cpu(kAttentionLse, {}, arguments, true).target;
+  return {std::move(out), std::move(logsumexp)};
 }
 
 at::Tensor target_attention_meta(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,

@@ -9,6 +9,8 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include <string>
+
 #include "ops/checks.h"
 #include "ops/linear.h"
 #include "ops/segment_sum.h"
@@ -19,27 +21,36 @@ namespace {
 
 constexpr const char* kBackward = "ikbo::target_attention_backward";
 
-void check_like(const at::Tensor& tensor, const char* name, const at::Tensor& q, c10::SymIntArrayRef sizes) {
-  check_dense(kBackward, tensor, name, q, "q");
-  TORCH_CHECK_VALUE(tensor.dim() == static_cast<int64_t>(sizes.size()), kBackward, ": ", name, " has shape ",
+void check_like(std::string_view op, const at::Tensor& tensor, const std::string& name, const at::Tensor& q,
+                c10::SymIntArrayRef sizes) {
+  check_dense(op, tensor, name, q, "q");
+  TORCH_CHECK_VALUE(tensor.dim() == static_cast<int64_t>(sizes.size()), op, ": ", name, " has shape ",
                     tensor.sym_sizes(), ", expected ", sizes);
   for (int64_t d = 0; d < tensor.dim(); ++d) {
-    IKBO_CHECK_SIZE(tensor.sym_size(d).sym_eq(sizes[static_cast<size_t>(d)]), kBackward, ": ", name, " has shape ",
+    IKBO_CHECK_SIZE(tensor.sym_size(d).sym_eq(sizes[static_cast<size_t>(d)]), op, ": ", name, " has shape ",
                     tensor.sym_sizes(), ", expected ", sizes);
   }
 }
 
 }  // namespace
 
+void check_attention_gradients(std::string_view op, std::string_view prefix, const at::Tensor& q,
+                               const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_logsumexp,
+                               const at::Tensor& out, const at::Tensor& logsumexp) {
+  const auto name = [&](const char* of) { return std::string(of).insert(0, prefix); };
+  const auto sizes = q.sym_sizes();
+  const auto rows = sizes.slice(0, sizes.size() - 1);
+  check_like(op, grad_out, "grad_" + name("out"), q, sizes);
+  check_like(op, out, name("out"), q, sizes);
+  check_like(op, logsumexp, name("logsumexp"), q, rows);
+  if (grad_logsumexp.has_value()) check_like(op, *grad_logsumexp, "grad_" + name("logsumexp"), q, rows);
+}
+
 void check_target_attention_backward(const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_logsumexp,
                                      const AttentionArguments& arguments, const at::Tensor& out,
                                      const at::Tensor& logsumexp) {
   check_target_attention(kBackward, arguments);
-  const auto sizes = arguments.q.sym_sizes();
-  check_like(grad_out, "grad_out", arguments.q, sizes);
-  check_like(out, "out", arguments.q, sizes);
-  check_like(logsumexp, "logsumexp", arguments.q, sizes.slice(0, 3));
-  if (grad_logsumexp.has_value()) check_like(*grad_logsumexp, "grad_logsumexp", arguments.q, sizes.slice(0, 3));
+  check_attention_gradients(kBackward, "", arguments.q, grad_out, grad_logsumexp, out, logsumexp);
 }
 
 namespace {

@@ -21,7 +21,7 @@ steps=("$@")
 ((${#steps[@]})) || steps=(build test sanitize)
 readonly OPERATOR_TESTS=(tests/python/test_ops_values.py tests/python/test_ops_gradients.py
   tests/python/test_ops_compile.py tests/python/test_compression.py tests/python/test_attention.py
-  tests/python/test_cuda.py)
+  tests/python/test_self_attention.py tests/python/test_cuda.py)
 
 use_packed() {
   [[ ! -d $pack ]] && return
@@ -77,7 +77,7 @@ sanitize_step() {
     python3 -m pytest -q -p no:cacheprovider -x "${parallel[@]}" -k "${SELECT:-wrong or agrees or any_strides or gradients}" \
     --junitxml="$build/reports/memcheck-operators.xml" \
     tests/python/test_cuda.py tests/python/test_compression.py tests/python/test_attention.py \
-    tests/python/test_ops_values.py
+    tests/python/test_self_attention.py tests/python/test_ops_values.py
 }
 
 bench_step() {

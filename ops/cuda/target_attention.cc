@@ -6,6 +6,7 @@
 #include <ATen/ops/zeros.h>
 
 #include <cmath>
+#include <limits>
 #include <vector>
 
 #include "kernels/target_attention_backward.h"
@@ -18,6 +19,8 @@ namespace {
 
 constexpr const char* kAttention = "ikbo::target_attention";
 constexpr const char* kAttentionLse = "ikbo::target_attention_lse";
+constexpr const char* kBoth = "ikbo::self_and_target_attention";
+constexpr const char* kBothLse = "ikbo::self_and_target_attention_lse";
 constexpr const char* kBackward = "ikbo::target_attention_backward";
 constexpr int64_t kMaxDim = 256;
 
@@ -124,6 +127,45 @@ std::tuple<at::Tensor, at::Tensor> target_attention_lse_cuda(const at::Tensor& q
   return attention_cuda(kAttentionLse, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, true);
 }
 
+// In two calls.
+AttentionResults both_cuda(const char* op, const at::Tensor& q_self, const AttentionArguments& arguments,
+                           bool with_logsumexp) {
+  check_self_and_target_attention(op, q_self, arguments);
+  AttentionResults results;
+  std::tie(results.target.out, results.target.logsumexp) = attention_cuda(op, arguments, with_logsumexp);
+  const SelfRows rows(q_self, arguments);
+  const at::Tensor queries = rows.as_queries(q_self, 0);
+  const auto [out, logsumexp] = attention_cuda(op,
+                                               {queries, arguments.k, arguments.v, rows.candidate_to_user(),
+                                                arguments.kv_lengths, arguments.kv_offsets, arguments.scale},
+                                               with_logsumexp);
+  results.self.out = rows.as_rows(out, 0);
+  if (with_logsumexp) {
+    results.self.logsumexp = rows.as_rows(logsumexp, -std::numeric_limits<double>::infinity());
+  }
+  return results;
+}
+
+std::tuple<at::Tensor, at::Tensor> self_and_target_attention_cuda(const at::Tensor& q_self, const at::Tensor& q,
+                                                                  const at::Tensor& k, const at::Tensor& v,
+                                                                  const at::Tensor& candidate_to_user,
+                                                                  const std::optional<at::Tensor>& kv_lengths,
+                                                                  const std::optional<at::Tensor>& kv_offsets,
+                                                                  std::optional<double> scale) {
+  const AttentionResults results =
+      both_cuda(kBoth, q_self, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, false);
+  return {results.self.out, results.target.out};
+}
+
+std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> self_and_target_attention_lse_cuda(
+    const at::Tensor& q_self, const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
+    const at::Tensor& candidate_to_user, const std::optional<at::Tensor>& kv_lengths,
+    const std::optional<at::Tensor>& kv_offsets, std::optional<double> scale) {
+  const AttentionResults results =
+      both_cuda(kBothLse, q_self, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, true);
+  return {results.self.out, results.self.logsumexp, results.target.out, results.target.logsumexp};
+}
+
 std::tuple<at::Tensor, at::Tensor, at::Tensor> target_attention_backward_cuda(
     const at::Tensor& grad_out, const std::optional<at::Tensor>& grad_logsumexp, const at::Tensor& q,
     const at::Tensor& k, const at::Tensor& v, const at::Tensor& out, const at::Tensor& logsumexp,
@@ -164,6 +206,8 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor> target_attention_backward_cuda(
 TORCH_LIBRARY_IMPL(ikbo, CUDA, m) {
   m.impl("target_attention", target_attention_cuda);
   m.impl("target_attention_lse", target_attention_lse_cuda);
+  m.impl("self_and_target_attention", self_and_target_attention_cuda);
+  m.impl("self_and_target_attention_lse", self_and_target_attention_lse_cuda);
   m.impl("target_attention_backward", target_attention_backward_cuda);
 }
 

@@ -20,6 +20,7 @@ __all__ = [
     "library_path",
     "linear",
     "linear_compression",
+    "self_and_target_attention",
     "target_attention",
     "target_attention_lse",
 ]
@@ -237,4 +238,40 @@ def target_attention_lse(
 
     return torch.ops.ikbo.target_attention_lse(
         q, k, v, candidate_to_user, kv_lengths=kv_lengths, kv_offsets=kv_offsets, scale=scale
+    )
+
+
+def self_and_target_attention(
+    q_self: torch.Tensor,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    candidate_to_user: torch.Tensor,
+    *,
+    kv_lengths: Optional[torch.Tensor] = None,
+    kv_offsets: Optional[torch.Tensor] = None,
+    scale: Optional[float] = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """:func:`target_attention`, and self-attention without mask of each user's rows over the same history, at once.
+
+    Every row of a user's history has a query of its own in ``q_self`` and attends to the whole history, as the seeds of
+    the user's candidates do: ``self_out[u] = softmax(scale * q_self[u] k[u]^T) v[u]``. Rows of ``q_self`` beyond a
+    history are not read. A row's result is the same bit for bit whatever else is in the batch.
+
+    Args:
+        q_self: ``(B_user, L, H_q, D)``, or packed ``(sum of lengths, H_q, D)`` with ``kv_offsets``: a row for each row
+            of ``k``.
+        q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale: as in :func:`target_attention`.
+
+    Returns:
+        ``self_out``, contiguous, of the shape of ``q_self``, zeros in the rows beyond a history; and the result of
+        :func:`target_attention`.
+
+    Raises:
+        IndexError, TypeError, ValueError: as :func:`target_attention`.
+    """
+    import torch
+
+    return torch.ops.ikbo.self_and_target_attention(
+        q_self, q, k, v, candidate_to_user, kv_lengths=kv_lengths, kv_offsets=kv_offsets, scale=scale
     )

@@ -38,11 +38,15 @@ def every_operator(index, users, dtype, lengths=None, offsets=None):
     case.index[0] = index
     stack = compression(batch, users, index, dtype)
     history = attention(batch, users, index, dtype)
+    q_self = torch.randn_like(history[1])
     calls = {
         "broadcast": lambda: torch.ops.ikbo.broadcast(x, index),
         "linear": case.run,
         "linear_compression": lambda: torch.ops.ikbo.linear_compression(*stack),
         "target_attention": lambda: torch.ops.ikbo.target_attention(*history, kv_lengths=lengths),
+        "self_and_target_attention": lambda: torch.ops.ikbo.self_and_target_attention(
+            q_self, *history, kv_lengths=lengths
+        )[1],
     }
     if offsets is not None:
         q, k, v, _ = history

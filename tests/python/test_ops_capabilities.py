@@ -60,6 +60,8 @@ calls = {
     "target_attention": lambda: torch.ops.ikbo.target_attention(
         rows.view(400, 4, 1, 64), square.view(1, 256, 1, 256)[..., :64].expand(40, -1, -1, -1),
         square.view(1, 256, 1, 256)[..., 64:128].expand(40, -1, -1, -1), index),
+    "self_and_target_attention": lambda: torch.ops.ikbo.self_and_target_attention(
+        rows.view(40, 10, 4, 64), rows.view(400, 1, 4, 64), rows.view(40, 10, 4, 64), rows.view(40, 10, 4, 64), index),
 }
 before = len(os.listdir("/proc/self/task"))
 torch.set_num_threads(3)
@@ -69,7 +71,9 @@ print(len(os.listdir("/proc/self/task")) - before)
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="needs /proc")
-@pytest.mark.parametrize("operator", ["broadcast", "linear", "linear_compression", "target_attention"])
+@pytest.mark.parametrize(
+    "operator", ["broadcast", "linear", "linear_compression", "target_attention", "self_and_target_attention"]
+)
 def test_every_operator_spreads_over_threads(operator):
     folder = Path(__file__).resolve().parent
     command = [sys.executable, "-c", "import conftest\n" + THREADS, operator]
