@@ -26,6 +26,10 @@ struct IkboAttentionCall {
   void* stream;
   int32_t type;     // a ScalarType
   int32_t generic;  // the kernel without tensor cores
+  // Contiguous as k, with q_heads heads; null: target attention alone.
+  const void* self_q;
+  void* self_out;
+  void* self_logsumexp;
 };
 
 const char* ikbo_attention_error() {
@@ -59,6 +63,12 @@ int64_t ikbo_attention(const IkboAttentionCall* call) {
     p.kv_offsets = call->kv_offsets;
     p.out = call->out;
     p.logsumexp = call->logsumexp;
+    p.self_q = call->self_q;
+    p.self_q_head_stride = p.head_dim;
+    p.self_q_row_stride = p.q_seed_stride;
+    p.self_q_user_stride = p.length * p.self_q_row_stride;
+    p.self_out = call->self_out;
+    p.self_logsumexp = call->self_logsumexp;
     if (call->generic != 0) {
       target_attention_generic(p, static_cast<cudaStream_t>(call->stream));
       return 0;

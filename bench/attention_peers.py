@@ -9,7 +9,7 @@ counts. Ours includes grouping the candidates. Before anything is timed, small r
 must not be read, are compared with float64.
 
 usage: attention_peers.py --library build/kernels/bench/libikbo_attention_c.so --json attention.json [--peers FOLDER]
-         [--cases even,uneven,seeds,shapes] [--lengths 512,1024,...] [--types bf16,fp16] [--checks N]"""
+         [--cases even,uneven,self,seeds,shapes] [--lengths 512,1024,...] [--types bf16,fp16] [--checks N]"""
 
 import argparse
 import ctypes
@@ -39,19 +39,21 @@ class AttentionCall(ctypes.Structure):
         ("workspace_bytes", ctypes.c_int64),
         ("stream", ctypes.c_void_p),
         *[(n, ctypes.c_int32) for n in ("type", "generic")],
+        *[(n, ctypes.c_void_p) for n in ("self_q", "self_out", "self_logsumexp")],
     ]
 
 
 class Ours:
-    """Calls of the library on fixed tensors; the results are in out and lse."""
+    """Calls of the library on fixed tensors; the results are in out and lse, and in self_out and self_lse."""
 
     library = None
 
-    def __init__(self, q, k, v, index, lengths=None, offsets=None, generic=False, with_lse=False):
+    def __init__(self, q, k, v, index, lengths=None, offsets=None, generic=False, with_lse=False, q_self=None):
         candidates, seeds, q_heads, dim = q.shape
-        self.keep = (q, k, v, index, lengths, offsets)
-        self.out = torch.full_like(q, float("nan") if generic else 12345.0)
-        self.lse = q.new_full(q.shape[:3], 777.0, dtype=torch.float64 if q.dtype == torch.float64 else torch.float32)
+        self.keep = (q, k, v, index, lengths, offsets, q_self)
+        sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+        poisoned = lambda like: (torch.full_like(like, 12345.0), like.new_full(like.shape[:-1], 777.0, dtype=sums))
+        self.out, self.lse = poisoned(q)
         users = k.shape[0] if offsets is None else offsets.numel() - 1
         length = k.shape[1] if offsets is None else k.shape[0]
         call = self.call = AttentionCall(candidates, seeds, q_heads, k.shape[-2], dim, users, length, dim**-0.5)
@@ -60,6 +62,10 @@ class Ours:
         call.candidate_to_user = index.data_ptr()
         call.kv_lengths = lengths.data_ptr() if lengths is not None else None
         call.kv_offsets = offsets.data_ptr() if offsets is not None else None
+        if q_self is not None:
+            self.self_out, self.self_lse = poisoned(q_self)
+            call.self_q, call.self_out = q_self.data_ptr(), self.self_out.data_ptr()
+            call.self_logsumexp = self.self_lse.data_ptr() if with_lse else None
         call.type, call.generic = SCALAR_TYPES[q.dtype], generic
         if not generic:
             size = self.checked(self.library.ikbo_attention(ctypes.byref(call)))
@@ -112,29 +118,50 @@ def check_case(seed, generator):
         beyond = torch.arange(longest, device="cuda")[None] >= lengths[:, None]
         k[beyond], v[beyond] = float("nan"), float("nan")
         arguments = dict(lengths=lengths)
-    ours = Ours(q, k, v, index, with_lse=True, **arguments)
+    shape = (*k.shape[:-2], kv_heads * group, dim)
+    q_self = randn(*shape).to(dtype)
+    nobody = beyond if "lengths" in arguments else torch.arange(len(k), device="cuda") >= offsets[-1]
+    q_self[nobody] = float("nan")
+    ours = Ours(q, k, v, index, with_lse=True, q_self=q_self, **arguments)
     ours()
-    first, first_lse = ours.out.clone(), ours.lse.clone()
-    ours.out.fill_(54321.0)
+    first = [t.clone() for t in (ours.out, ours.lse, ours.self_out, ours.self_lse)]
+    for tensor in (ours.out, ours.lse, ours.self_out, ours.self_lse):
+        tensor.fill_(54321.0)
     ours()
-    reference = Ours(q.double(), k.double(), v.double(), index, generic=True, with_lse=True, **arguments)
+    alone = Ours(q, k, v, index, with_lse=True, **arguments)
+    alone()
+    wide = lambda *tensors: [t.double() for t in tensors]
+    reference = Ours(*wide(q, k, v), index, generic=True, with_lse=True, **arguments)
     reference()
+    # A row of a history is a candidate's only seed; rows of no history are nobody's.
+    rows = torch.arange(nobody.numel(), device="cuda", dtype=torch.int32)
+    owner = rows // longest if "lengths" in arguments else torch.searchsorted(offsets, rows, right=True) - 1
+    owner = torch.where(nobody.flatten(), -1, owner).int()
+    of_self = Ours(*wide(q_self.view(-1, 1, *shape[-2:]), k, v), owner, generic=True, with_lse=True, **arguments)
+    of_self()
     torch.cuda.synchronize()
+    of_self.out[owner < 0], of_self.lse[owner < 0] = 0, -float("inf")
     bits = lambda t: t.view(torch.int16)
-    if not torch.equal(bits(first), bits(ours.out)):
-        return what + ": two runs differ"
-    for name, got, expected in (("out", first, reference.out), ("lse", first_lse, reference.lse)):
+    for a, b in zip(first, (ours.out, ours.lse, ours.self_out, ours.self_lse)):
+        if not torch.equal(bits(a), bits(b)):
+            return what + ": two runs differ"
+    if not torch.equal(bits(alone.out), bits(ours.out)) or not torch.equal(bits(alone.lse), bits(ours.lse)):
+        return what + ": self-attention changes target attention"
+    expected = (reference.out, reference.lse, of_self.out.view(shape), of_self.lse.view(shape[:-1]))
+    for name, got, expected in zip(("out", "lse", "self_out", "self_lse"), first, expected):
         got = got.double()
         if not torch.equal(got.isnan(), expected.isnan()):
             return f"{what}: {name}: {int((got.isnan() != expected.isnan()).sum())} wrong NaN"
         if not torch.equal(got.isinf(), expected.isinf()):
             return f"{what}: {name}: wrong infinities"
+        if not got.numel():
+            continue
         error = torch.where(expected.isfinite(), (got - expected).abs(), 0)
-        unit = (2**-8 if dtype == torch.bfloat16 else 2**-11) if name == "out" else 1e-5
-        # One rounding of the result, and those of the weights, which are of 16 bits.
-        allowed = unit * (expected.abs().nan_to_num() + 4 * (expected.abs().nan_to_num(0, 0, 0).max() * 0.1 + 0.02))
-        if name == "lse":
-            allowed = unit * (10 + expected.abs().nan_to_num(0, 0, 0))
+        largest = expected.abs().nan_to_num(0, 0, 0)
+        if name.endswith("lse"):
+            allowed = 1e-5 * (10 + largest)
+        else:  # one rounding of the result, and those of the weights, which are of 16 bits
+            allowed = (2**-8 if dtype == torch.bfloat16 else 2**-11) * (largest + 4 * (largest.max() * 0.1 + 0.02))
         if (error > allowed).any():
             return f"{what}: {name} is off by {error.max().item()}"
     return None
@@ -245,6 +272,20 @@ def uneven(peers, dtype, length):
     return found, 4 * SEEDS * HEADS * DIM * int(lengths[index.long()].long().sum())
 
 
+def with_self(peers, dtype, length):
+    """The even case, and beside it every row of the histories over its own: in one launch and in two."""
+    q = torch.randn(CANDIDATES, SEEDS, HEADS, DIM, device="cuda", dtype=dtype)
+    q_self, k, v = (torch.randn(USERS, length, HEADS, DIM, device="cuda", dtype=dtype) for _ in range(3))
+    users = torch.arange(USERS, device="cuda", dtype=torch.int32)
+    index = users.repeat_interleave(CANDIDATES // USERS)
+    target, alone = Ours(q, k, v, index), Ours(q_self, k, v, users)
+    found = {"ikbo": Ours(q, k, v, index, q_self=q_self), "two_launches": lambda: (target(), alone())}
+    for call in found.values():
+        call()
+    assert torch.equal(found["ikbo"].out, target.out) and torch.equal(found["ikbo"].self_out, alone.out)
+    return found, 4 * (CANDIDATES * SEEDS + USERS * length) * HEADS * DIM * length
+
+
 def cases_of(kinds, lengths):
     """Case name, its description, and what makes its contestants."""
     base = {"B": CANDIDATES, "users": USERS, "n_seed": SEEDS, "H": HEADS, "D": DIM}
@@ -253,6 +294,8 @@ def cases_of(kinds, lengths):
             yield "even", {**base, "L": length}, lambda peers, dtype, l=length: even(peers, dtype, l)
         if "uneven" in kinds:
             yield "uneven", {**base, "L": length}, lambda peers, dtype, l=length: uneven(peers, dtype, l)
+        if "self" in kinds:
+            yield "self", {**base, "L": length}, lambda peers, dtype, l=length: with_self(peers, dtype, l)
     shapes = []
     if "seeds" in kinds:
         shapes += [(CANDIDATES * SEEDS // s // USERS * USERS, USERS, s, 1024, 2, 128) for s in (1, 4, 16, 32, 48, 100)]
@@ -270,7 +313,7 @@ def main():
     parser.add_argument("--library", required=True)
     parser.add_argument("--peers", default="")
     parser.add_argument("--json", required=True)
-    parser.add_argument("--cases", default="even,uneven,seeds,shapes")
+    parser.add_argument("--cases", default="even,uneven,self,seeds,shapes")
     parser.add_argument("--lengths", default="512,1024,2048,4096,8192,16384")
     parser.add_argument("--types", default="bf16,fp16")
     parser.add_argument("--checks", type=int, default=60)
@@ -295,7 +338,7 @@ def main():
                 result["rows"].append({
                     "case": {**case, "dtype": name, "kind": kind},
                     "name": contestant,
-                    "kind": "ours" if contestant == "ikbo" else "peer",
+                    "kind": {"ikbo": "ours", "two_launches": "stage"}.get(contestant, "peer"),
                     "us": round(time, 2),
                     "useful_tflops": round(rates[contestant], 1),
                 })

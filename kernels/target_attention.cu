@@ -27,13 +27,24 @@ void check(cudaError_t error, const char* what) {
   }
 }
 
+int64_t group_of(const TargetAttentionProblem& p) {
+  return p.q_heads / p.kv_heads;
+}
+
 int64_t rows_of_candidate(const TargetAttentionProblem& p) {
-  return p.seeds * (p.q_heads / p.kv_heads);
+  return p.seeds * group_of(p);
 }
 
 int64_t most_tiles(const TargetAttentionProblem& p) {
-  const int64_t users = std::min(p.candidates, p.users + 1);
-  return (p.candidates * rows_of_candidate(p) / kTileRows + users) * p.kv_heads;
+  // Runs of rows, each of which may end in a partial tile.
+  int64_t runs = std::min(p.candidates, p.users + 1);
+  int64_t rows = p.candidates * rows_of_candidate(p);
+  if (p.self_q != nullptr) {
+    const bool packed = p.kv_offsets != nullptr;
+    runs += packed ? p.users + 2 : 2 * p.users;  // histories, and what belongs to none
+    rows += (packed ? 1 : p.users) * p.length * group_of(p);
+  }
+  return (rows / kTileRows + runs) * p.kv_heads;
 }
 
 // Bytes needed; the sections of `workspace`, where one is given.
@@ -122,14 +133,22 @@ bool target_attention_supported(const TargetAttentionProblem& p) {
            aligned_stride(head, p.kv_heads);
   };
   // Queries are read 16 bytes at a time, the last of a row as well.
-  const bool queries_fit = aligned(p.q) && aligned_stride(p.q_candidate_stride, p.candidates) &&
-                           aligned_stride(p.q_seed_stride, p.seeds) && aligned_stride(p.q_head_stride, p.q_heads);
+  const bool self_queries_fit =
+      p.self_q == nullptr ||
+      (aligned(p.self_q) && aligned_stride(p.self_q_user_stride, users) &&
+       aligned_stride(p.self_q_row_stride, p.length) && aligned_stride(p.self_q_head_stride, p.q_heads));
+  const bool queries_fit =
+      self_queries_fit && (p.candidates * p.seeds == 0 ||
+                           (aligned(p.q) && aligned_stride(p.q_candidate_stride, p.candidates) &&
+                            aligned_stride(p.q_seed_stride, p.seeds) && aligned_stride(p.q_head_stride, p.q_heads)));
   const bool suits_unit = sixteen_bit && p.scale >= 0 && queries_fit &&
                           history_fits(p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride) &&
                           history_fits(p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride);
-  return (fp32 || suits_unit) && p.head_dim <= 256 && p.length <= kMost && p.users < kMost && p.candidates < kMost &&
-         p.candidates * rows_of_candidate(p) < kMost && p.candidates * p.seeds * p.q_heads < 2 * kMost &&
-         most_tiles(p) < kMost;
+  const bool self_counts =
+      p.self_q == nullptr || (p.length * group_of(p) < kMost && users * p.length * p.q_heads < 2 * kMost);
+  return (fp32 || suits_unit) && self_counts && p.head_dim <= 256 && p.length <= kMost && p.users < kMost &&
+         p.candidates < kMost && p.candidates * rows_of_candidate(p) < kMost &&
+         p.candidates * p.seeds * p.q_heads < 2 * kMost && most_tiles(p) < kMost;
 }
 
 size_t target_attention_workspace_bytes(const TargetAttentionProblem& problem) {
@@ -144,7 +163,7 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
     throw std::invalid_argument(
         "target_attention: type, strides or sizes do not suit it: see target_attention_supported");
   }
-  if (problem.candidates == 0 || problem.seeds == 0 || problem.q_heads == 0) return;
+  if ((problem.candidates * problem.seeds == 0 && problem.self_q == nullptr) || most_tiles(problem) == 0) return;
   AttentionParams params{};
   const size_t needed = lay_out(problem, workspace, &params.workspace);
   if (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % kSectionAlignment != 0) {
@@ -157,8 +176,24 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
   constexpr double kLog2OfE = 1.4426950408889634;
   params.problem = problem;
   params.rows_of_candidate = rows_of_candidate(problem);
-  params.group = static_cast<int32_t>(problem.q_heads / problem.kv_heads);
-  params.rows_by_vectors = problem.head_dim % kAlignedElements == 0 && aligned(problem.out);
+  params.queries[kTarget] = {.q = problem.q,
+                             .owner_stride = problem.q_candidate_stride,
+                             .row_stride = problem.q_seed_stride,
+                             .head_stride = problem.q_head_stride,
+                             .out = problem.out,
+                             .logsumexp = problem.logsumexp,
+                             .rows_of_owner = static_cast<uint32_t>(problem.seeds)};
+  const bool packed = problem.kv_offsets != nullptr;
+  params.queries[kSelf] = {.q = problem.self_q,
+                           .owner_stride = packed ? 0 : problem.self_q_user_stride,
+                           .row_stride = problem.self_q_row_stride,
+                           .head_stride = problem.self_q_head_stride,
+                           .out = problem.self_out,
+                           .logsumexp = problem.self_logsumexp,
+                           .rows_of_owner = packed ? 0 : static_cast<uint32_t>(problem.length)};
+  params.group = static_cast<int32_t>(group_of(problem));
+  params.rows_by_vectors =
+      problem.head_dim % kAlignedElements == 0 && aligned(problem.out) && aligned(problem.self_out);
   // A scale of 0 makes all weights equal; as the smallest number it still keeps -infinity what it is.
   params.scale_log2 = std::max(static_cast<float>(problem.scale * kLog2OfE), std::numeric_limits<float>::min());
   int device = 0;

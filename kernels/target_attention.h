@@ -4,7 +4,8 @@
 //   out[b, s, h] = softmax(scale q[b, s, h] K[u, :, g]^T) V[u, :, g]
 //   u = candidate_to_user[b], g = h / (H_q / H_kv)
 //
-// with the softmax in fp32. See docs/kernels/target_attention.md.
+// with the softmax in fp32. Beside it, where they are given, the rows of self_q, one for each row of k, attend in the
+// same launch to the history that they belong to. See docs/kernels/target_attention.md.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -18,7 +19,8 @@ namespace ikbo::kernels {
 
 // All pointers are to device memory, all strides in elements; D is contiguous in every tensor. Integers that make no
 // sense read nothing outside the tensors: a candidate whose user is outside [0, users) gets NaN (and a NaN
-// log-sum-exp); a length or offset outside its tensor counts as the nearest one inside.
+// log-sum-exp); a length or offset outside its tensor counts as the nearest one inside; offsets that decrease do not
+// say whose a row of self_q is: all of them get NaN.
 struct TargetAttentionProblem {
   ScalarType type = ScalarType::kBFloat16;  // of q, k, v and out
   int64_t candidates = 0;                   // B_cand
@@ -51,11 +53,20 @@ struct TargetAttentionProblem {
 
   void* out = nullptr;        // (candidates, seeds, q_heads, D), contiguous
   void* logsumexp = nullptr;  // fp32 (fp64), (candidates, seeds, q_heads), contiguous, or null; -infinity: no history
+
+  // Of self-attention, or null: (users, length, q_heads, D) or, of packed histories, (length, q_heads, D). Rows of no
+  // history are not read; they get zeros and a log-sum-exp of -infinity.
+  const void* self_q = nullptr;
+  int64_t self_q_user_stride = 0;  // padded histories only
+  int64_t self_q_row_stride = 0;
+  int64_t self_q_head_stride = 0;
+  void* self_out = nullptr;        // as self_q, contiguous
+  void* self_logsumexp = nullptr;  // as self_q without D, contiguous, or null
 };
 
 // Whether target_attention serves the problem: fp32; or fp16 and bf16 with a scale that is not negative and rows that
-// can be read 16 bytes at a time: q, k and v aligned to 16 bytes, strides multiples of 8, and memory up to the next
-// multiple of 8 elements behind every row of q where D is none.
+// can be read 16 bytes at a time: q, self_q, k and v aligned to 16 bytes, strides multiples of 8, and memory up to the
+// next multiple of 8 elements behind every row of q and self_q where D is none.
 bool target_attention_supported(const TargetAttentionProblem& problem);
 
 // Bytes of workspace that target_attention needs. What they hold before and after does not matter, and launches that
@@ -67,7 +78,7 @@ size_t target_attention_workspace_bytes(const TargetAttentionProblem& problem);
 void target_attention(const TargetAttentionProblem& problem, void* workspace, size_t workspace_bytes,
                       cudaStream_t stream);
 
-// The same function for any type, sizes and strides, slower and without workspace: what fp64 takes.
+// The same function without self_q for any type, sizes and strides, slower and without workspace: what fp64 takes.
 void target_attention_generic(const TargetAttentionProblem& problem, cudaStream_t stream);
 
 }  // namespace ikbo::kernels

@@ -111,7 +111,8 @@ class Consumer {
     bool has_rows = false;  // else there is no more
     bool has_user = false;
     int kv_length = 0;
-    int slot = 0;  // of the queries
+    int slot = 0;     // of the queries in shared memory
+    int queries = 0;  // which these are
     uint32_t out_row[2] = {kNoRow, kNoRow};
   };
 
@@ -203,7 +204,7 @@ class Consumer {
     using namespace hopper;
     mbarrier_wait(&memory_.tile_full[tile_.slot], tile_.parity);
     const AttentionTile& tile = memory_.tile[tile_.slot];
-    Work work{tile.rows > 0, tile.user >= 0, tile.kv_length, queries_.slot};
+    Work work{tile.rows > 0, tile.user >= 0, tile.kv_length, queries_.slot, tile.queries};
     mbarrier_arrive(&memory_.tile_empty[tile_.slot]);
     tile_.advance();
     if (work.has_rows) {
@@ -323,7 +324,7 @@ class Consumer {
   // Rounds, and writes out straight from the registers: the four threads of a row exchange their pairs of columns, so
   // that each writes 16 bytes.
   __device__ __forceinline__ void store(float (&o)[DIM / 2], const RowState& rows, const Work& work) {
-    const TargetAttentionProblem& p = params_.problem;
+    const AttentionQueries& queries = params_.queries[work.queries];
     const int quarter = thread_ % 4;
     float factor[2];
 #pragma unroll
@@ -332,9 +333,9 @@ class Consumer {
       sum += __shfl_xor_sync(0xffff'ffff, sum, 1);
       sum += __shfl_xor_sync(0xffff'ffff, sum, 2);
       factor[h] = 1 / sum;
-      if (p.logsumexp != nullptr && quarter == 0 && work.out_row[h] != kNoRow) {
+      if (queries.logsumexp != nullptr && quarter == 0 && work.out_row[h] != kNoRow) {
         constexpr float kLn2 = 0.6931471805599453f;
-        static_cast<float*>(p.logsumexp)[work.out_row[h]] = (rows.shift[h] + log2f(sum)) * kLn2;
+        static_cast<float*>(queries.logsumexp)[work.out_row[h]] = (rows.shift[h] + log2f(sum)) * kLn2;
       }
     }
     if (params_.rows_by_vectors) {
@@ -342,6 +343,11 @@ class Consumer {
     } else {
       store_by_words(o, factor, work);
     }
+  }
+
+  // Where this thread's row h goes.
+  __device__ __forceinline__ T* out_row(const Work& work, int h) const {
+    return static_cast<T*>(params_.queries[work.queries].out) + work.out_row[h] * params_.problem.head_dim;
   }
 
   // Two neighbouring columns of a row, rounded: of group `i` of 8, those of this thread's quarter.
@@ -357,7 +363,7 @@ class Consumer {
     const int quarter = thread_ % 4;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      T* const row = static_cast<T*>(p.out) + work.out_row[h] * p.head_dim;
+      T* const row = out_row(work, h);
 #pragma unroll
       for (int i = 0; i < DIM / 32; ++i) {
         uint32_t pair[4];
@@ -376,12 +382,11 @@ class Consumer {
   // a row that begins in the middle of a word these have the second half of one pair and the first of the next.
   __device__ __forceinline__ void store_by_words(const float (&o)[DIM / 2], const float (&factor)[2],
                                                  const Work& work) {
-    const TargetAttentionProblem& p = params_.problem;
     const int quarter = thread_ % 4;
-    const auto dim = static_cast<int>(p.head_dim);
+    const auto dim = static_cast<int>(params_.problem.head_dim);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
-      auto* const row = static_cast<uint16_t*>(p.out) + work.out_row[h] * p.head_dim;
+      auto* const row = reinterpret_cast<uint16_t*>(out_row(work, h));
       const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(row) >> 1 & 1);
       const int end = work.out_row[h] != kNoRow ? dim : 0;
       uint32_t before = 0;  // the pair of the group before
@@ -428,16 +433,16 @@ class Consumer {
 
   // Rows without history, or of a user that does not exist.
   __device__ void fill(const Work& work) {
-    const TargetAttentionProblem& p = params_.problem;
+    const AttentionQueries& queries = params_.queries[work.queries];
     const float value = work.has_user ? 0.0f : quiet_nan<float>();
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       const uint32_t number = work.out_row[h];
       if (number == kNoRow) continue;
-      T* const row = static_cast<T*>(p.out) + number * p.head_dim;
-      for (int column = thread_ % 4; column < p.head_dim; column += 4) row[column] = narrow<T>(value);
-      if (p.logsumexp != nullptr && thread_ % 4 == 0) {
-        static_cast<float*>(p.logsumexp)[number] = work.has_user ? -infinity<float>() : value;
+      T* const row = out_row(work, h);
+      for (int column = thread_ % 4; column < params_.problem.head_dim; column += 4) row[column] = narrow<T>(value);
+      if (queries.logsumexp != nullptr && thread_ % 4 == 0) {
+        static_cast<float*>(queries.logsumexp)[number] = work.has_user ? -infinity<float>() : value;
       }
     }
   }

@@ -171,25 +171,26 @@ struct Sums {
 
 // What the rows of a tile get: their sums, or zeros without a history, or NaN without a user.
 template <int VECTOR, int VECTORS>
-__device__ void write_rows(const TargetAttentionProblem& p, const AttentionTile& tile,
+__device__ void write_rows(const AttentionQueries& queries, int dim, const AttentionTile& tile,
                            const Sums<VECTOR, VECTORS>& sums, const uint32_t* out_row, int row, int column) {
 #pragma unroll
   for (int i = 0; i < kPerThread; ++i) {
     const uint32_t number = out_row[row + i];
     if (number == kNoRow) continue;
     const float empty = tile.user >= 0 ? 0.0f : quiet_nan<float>();
-    float* const to = static_cast<float*>(p.out) + static_cast<int64_t>(number) * p.head_dim;
+    float* const to = static_cast<float*>(queries.out) + static_cast<int64_t>(number) * dim;
 #pragma unroll
     for (int v = 0; v < VECTORS; ++v) {
 #pragma unroll
       for (int c = 0; c < VECTOR; ++c) {
         const int d = (v * kSide + column) * VECTOR + c;
-        if (d < p.head_dim) to[d] = tile.kv_length > 0 ? sums.out[i][v][c] / sums.total[i] : empty;
+        if (d < dim) to[d] = tile.kv_length > 0 ? sums.out[i][v][c] / sums.total[i] : empty;
       }
     }
-    if (p.logsumexp != nullptr && column == 0) {
+    if (queries.logsumexp != nullptr && column == 0) {
       const float none = tile.user >= 0 ? -infinity<float>() : quiet_nan<float>();
-      static_cast<float*>(p.logsumexp)[number] = tile.kv_length > 0 ? sums.highest[i] + logf(sums.total[i]) : none;
+      static_cast<float*>(queries.logsumexp)[number] =
+          tile.kv_length > 0 ? sums.highest[i] + logf(sums.total[i]) : none;
     }
   }
 }
@@ -236,7 +237,7 @@ __global__ __launch_bounds__(kThreads) void fp32_attention_kernel(const __grid_c
       sums.add_values(memory, stride, count, dim, row, column);
       __syncthreads();
     }
-    write_rows(p, tile, sums, out_row, row, column);
+    write_rows(params.queries[tile.queries], dim, tile, sums, out_row, row, column);
   }
 }
 

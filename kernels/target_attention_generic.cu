@@ -120,6 +120,7 @@ void check_target_attention(const TargetAttentionProblem& problem) {
 
 void target_attention_generic(const TargetAttentionProblem& problem, cudaStream_t stream) {
   check_target_attention(problem);
+  require(problem.self_q == nullptr, "self_q is given, which only the kernels over a list of tiles know");
   const int64_t tasks = problem.candidates * problem.q_heads * ((problem.seeds + kRows - 1) / kRows);
   if (tasks == 0) return;
   const int stride = padded_dim(problem.head_dim);

@@ -89,11 +89,16 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
     at.advance();
     if (tile.rows == 0) return;
     // Where two rows a lane lie, while the buffer is perhaps still in use.
+    PackedPlace place[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      place[half] = place_packed_row(params, tile, number * 64 + half * 32 + lane);
+    }
     uint32_t out_row[2];
     const T* query[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const PackedRow<T> row = locate_packed_row<T>(params, tile, number * 64 + half * 32 + lane);
+      const PackedRow<T> row = packed_row_at<T>(params, tile, number * 64 + half * 32 + lane, place[half]);
       out_row[half] = row.out_row;
       query[half] = row.query;
     }
@@ -110,7 +115,7 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
         const T* const source = reinterpret_cast<const T*>(pointer) + chunk * kChunk;
         const bool reads = pointer != 0 && bytes > 0;
         const uint32_t row_address = shared_address(memory.q[buffer.slot][chunk / 8][row]);
-        cp_async_16(row_address + ((chunk % 8) ^ (row & 7)) * 16, reads ? source : static_cast<const T*>(p.q),
+        cp_async_16(row_address + ((chunk % 8) ^ (row & 7)) * 16, reads ? source : static_cast<const T*>(p.k),
                     reads ? bytes : 0);
       }
     }

@@ -23,7 +23,7 @@ struct alignas(1024) AttentionMemory {
   T q[kQueryBuffers][kPanels][kTileRows][kPanel];
   T k[kStages][kPanels][KEYS][kPanel];
   T v[kStages][kPanels][KEYS][kPanel];
-  uint32_t out_row[kQueryBuffers][kTileRows];  // of (candidates, seeds, q_heads), or kNoRow
+  uint32_t out_row[kQueryBuffers][kTileRows];  // of the result without D, or kNoRow
   AttentionTile tile[kTileSlots];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   uint64_t q_full[kQueryBuffers], q_empty[kQueryBuffers];

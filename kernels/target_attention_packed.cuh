@@ -1,4 +1,5 @@
-// Where a row of a tile lies: the rows of one user and key head are packed, (candidate, seed, query head of the group).
+// Where a row of a tile lies: the rows of one user and key head are packed, (candidate, seed, query head of the group),
+// or (row of the history, query head of the group).
 #pragma once
 
 #include "kernels/target_attention_params.h"
@@ -7,29 +8,53 @@ namespace ikbo::kernels {
 
 constexpr uint32_t kNoRow = 0xffff'ffff;
 
+// A row of a tile among all of its queries.
+struct PackedPlace {
+  uint32_t owner;  // candidate or user
+  uint32_t query;  // seed or row of the history
+  uint32_t head;
+};
+
 template <typename T>
 struct PackedRow {
-  uint32_t out_row = kNoRow;  // of (candidates, seeds, q_heads), or kNoRow
+  uint32_t out_row = kNoRow;  // of the result without D, or kNoRow
   const T* query = nullptr;
 };
+
+// Rows behind the tile's last are taken for that. Without a branch, so that the look-ups of several rows run at once.
+__device__ __forceinline__ PackedPlace place_packed_row(const AttentionParams& params, const AttentionTile& tile,
+                                                        int row) {
+  const bool is_target = tile.queries == kTarget;
+  // 32 bits are enough: a user's rows are fewer than 2^31.
+  const auto packed = static_cast<uint32_t>(tile.first_row + min(row, tile.rows - 1));
+  const auto group = static_cast<uint32_t>(params.group);
+  const uint32_t rows_of_owner = is_target ? static_cast<uint32_t>(params.rows_of_candidate) : 0xffff'ffff;
+  const uint32_t ordinal = packed / rows_of_owner;
+  const uint32_t within = packed - ordinal * rows_of_owner;
+  const uint32_t query = within / group;
+  return {static_cast<uint32_t>(is_target ? params.workspace.order[tile.begin + ordinal] : tile.user),
+          query + (is_target ? 0 : static_cast<uint32_t>(tile.begin)),
+          static_cast<uint32_t>(tile.kv_head) * group + (within - query * group)};
+}
+
+template <typename T>
+__device__ __forceinline__ PackedRow<T> packed_row_at(const AttentionParams& params, const AttentionTile& tile, int row,
+                                                      const PackedPlace& place) {
+  const auto row_of = [&](const AttentionQueries& queries) -> PackedRow<T> {
+    return {(place.owner * queries.rows_of_owner + place.query) * static_cast<uint32_t>(params.problem.q_heads) +
+                place.head,
+            static_cast<const T*>(queries.q) + place.owner * queries.owner_stride + place.query * queries.row_stride +
+                place.head * queries.head_stride};
+  };
+  if (row >= tile.rows) return {};
+  // An index that is only known at run time would load each value when it is wanted.
+  return tile.queries == kTarget ? row_of(params.queries[kTarget]) : row_of(params.queries[kSelf]);
+}
 
 template <typename T>
 __device__ __forceinline__ PackedRow<T> locate_packed_row(const AttentionParams& params, const AttentionTile& tile,
                                                           int row) {
-  if (row >= tile.rows) return {};
-  const TargetAttentionProblem& p = params.problem;
-  // 32 bits are enough: a user's rows are fewer than 2^31.
-  const auto packed = static_cast<uint32_t>(tile.first_row + row);
-  const auto rows_of_candidate = static_cast<uint32_t>(params.rows_of_candidate);
-  const auto group = static_cast<uint32_t>(params.group);
-  const uint32_t ordinal = packed / rows_of_candidate;
-  const uint32_t within = packed - ordinal * rows_of_candidate;
-  const uint32_t seed = within / group;
-  const uint32_t head = static_cast<uint32_t>(tile.kv_head) * group + (within - seed * group);
-  const auto candidate = static_cast<uint32_t>(params.workspace.order[tile.order_begin + ordinal]);
-  return {
-      (candidate * static_cast<uint32_t>(p.seeds) + seed) * static_cast<uint32_t>(p.q_heads) + head,
-      static_cast<const T*>(p.q) + candidate * p.q_candidate_stride + seed * p.q_seed_stride + head * p.q_head_stride};
+  return packed_row_at<T>(params, tile, row, place_packed_row(params, tile, row));
 }
 
 }  // namespace ikbo::kernels

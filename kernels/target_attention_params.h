@@ -9,24 +9,40 @@
 
 namespace ikbo::kernels {
 
-// Rows of one user's packed queries, (candidate, seed, query head of the group), that a CTA takes at a time.
+// Rows of one user's packed queries, (candidate, seed, query head of the group) or (row of the history, query head of
+// the group), that a CTA takes at a time.
 constexpr int kTileRows = 128;
 
 // One tile of work.
 struct alignas(16) AttentionTile {
   int32_t user;  // or -1: candidates whose user does not exist
   int32_t kv_head;
-  int32_t first_row;    // in the user's packed rows
-  int32_t rows;         // 1 to kTileRows; 0: there is no more work
-  int32_t order_begin;  // of the user's candidates in `order`
-  int32_t kv_first;     // the history's first row, behind the user's own stride
-  int32_t kv_length;
-  int32_t unused;
+  int32_t first_row;  // in the user's packed rows
+  int32_t rows;       // 1 to kTileRows; 0: there is no more work
+  int32_t begin;      // of the user's candidates in `order`, or of the rows of self_q, behind the user's own stride
+  int32_t kv_first;   // the history's first row, behind the user's own stride
+  int32_t kv_length;  // 0: no history; rows of a user that exists get zeros, others NaN
+  int32_t queries;    // kTarget or kSelf
+};
+
+// Queries that tiles take their rows from.
+constexpr int kTarget = 0;
+constexpr int kSelf = 1;
+struct AttentionQueries {
+  const void* q;         // null: there are none
+  int64_t owner_stride;  // of a candidate, or of a user (0 where histories are packed)
+  int64_t row_stride;    // of a seed, or of a row of the history
+  int64_t head_stride;
+  void* out;
+  void* logsumexp;
+  uint32_t rows_of_owner;  // seeds, or rows of a padded history (0 where histories are packed)
 };
 
 struct AttentionHeader {
   uint32_t next_tile;
   uint32_t tile_count;
+  int32_t next_gap;      // place of the next tile of rows of self_q that belong to no history
+  int32_t self_is_void;  // whether offsets decrease
 };
 
 // Sections of the workspace.
@@ -43,11 +59,12 @@ struct AttentionWorkspace {
 struct AttentionParams {
   TargetAttentionProblem problem;
   AttentionWorkspace workspace;
-  int64_t rows_of_candidate;  // seeds times query heads of a group
-  int32_t group;              // query heads of a key head
-  bool rows_by_vectors;       // whether a row of `out` can be written 16 bytes at a time
-  float scale_log2;           // of the logits, times log2(e)
-  CUtensorMap k;              // (users, kv_heads, length, D), boxes of 64 elements by the keys of a block
+  AttentionQueries queries[2];  // kTarget, kSelf
+  int64_t rows_of_candidate;    // seeds times query heads of a group
+  int32_t group;                // query heads of a key head
+  bool rows_by_vectors;         // whether rows of the results can be written 16 bytes at a time
+  float scale_log2;             // of the logits, times log2(e)
+  CUtensorMap k;                // (users, kv_heads, length, D), boxes of 64 elements by the keys of a block
   CUtensorMap v;
 };
 

@@ -87,8 +87,32 @@ struct Grouping {
   __device__ History history(int32_t user) const {
     return user < users() ? history_of(params.problem, user) : History{0, 0};
   }
-  __device__ int32_t row_tiles(int32_t count) const {
-    return static_cast<int32_t>((count * params.rows_of_candidate + kTileRows - 1) / kTileRows);
+  // Packed rows of a user's candidates, and of its history where that attends to itself.
+  __device__ int32_t target_rows(int32_t count) const { return static_cast<int32_t>(count * params.rows_of_candidate); }
+  __device__ int32_t self_rows(int64_t length, bool is_void) const {
+    return has_self() && !is_void ? static_cast<int32_t>(length) * params.group : 0;
+  }
+  __device__ static int32_t tiles_of(int32_t rows) { return rows / kTileRows + (rows % kTileRows != 0 ? 1 : 0); }
+  __device__ bool has_self() const { return params.queries[kSelf].q != nullptr; }
+
+  // Whether offsets decrease between a user and the next: whose a row of self_q is, they do not say then.
+  __device__ bool decreases(int32_t user) const {
+    const int32_t* const offsets = params.problem.kv_offsets;
+    return offsets != nullptr && user < users() && offsets[user + 1] < offsets[user];
+  }
+  // Rows of self_q that belong to no history: behind a user's padded one; in front of all packed ones, listed with the
+  // first user's, and behind them, listed with those of no user.
+  __device__ History gap(int32_t user, bool is_void) const {
+    const TargetAttentionProblem& p = params.problem;
+    const bool is_last = user == users();
+    if (p.kv_offsets == nullptr) {
+      const int64_t end = is_last ? p.length : history(user).length;
+      return {end, p.length - end};
+    }
+    if (is_void) return {0, is_last ? p.length : 0};
+    const int64_t first = is_last && user > 0 ? clamp_to(p.kv_offsets[user], 0, p.length) : 0;
+    const int64_t end = is_last ? p.length : (user == 0 ? clamp_to(p.kv_offsets[0], 0, p.length) : 0);
+    return {first, end - first};
   }
   __device__ UserTable table() const {
     return {params.workspace.count, params.workspace.begin, params.workspace.tile_begin};
@@ -110,25 +134,42 @@ struct Grouping {
     }
   }
 
-  // By one CTA: turns counts into places, the first candidate and the first tile of each user. length_of(u) is the
-  // history's.
+  // By one CTA: turns counts into places, the first candidate and the first tile of each user, and writes the header.
+  // length_of(u) is the history's.
   template <typename LengthOf>
   __device__ void scan(const UserTable& table, LengthOf&& length_of) const {
     __shared__ Pair scratch[kSetupThreads / 32];
     __shared__ int32_t bucket[kBuckets];
+    __shared__ int32_t gap_tiles;
     const auto thread = static_cast<int32_t>(threadIdx.x);
     if (thread < kBuckets) bucket[thread] = 0;
-    __syncthreads();
+    if (thread == 0) gap_tiles = 0;
     // Each thread has a run of users.
     const int32_t run = (users() + kSetupThreads) / kSetupThreads;
     const int32_t first = min(thread * run, users() + 1);
     const int32_t last = min(first + run, users() + 1);
     const auto kv_heads = static_cast<int32_t>(params.problem.kv_heads);
+    bool is_void = false;
+    if (has_self()) {
+      for (int32_t u = first; u < last && !is_void; ++u) is_void = decreases(u);
+      is_void = __syncthreads_or(is_void) != 0;
+    } else {
+      __syncthreads();
+    }
+    const auto tiles_of_user = [&](int32_t count, int64_t length) {
+      return (tiles_of(target_rows(count)) + tiles_of(self_rows(length, is_void))) * kv_heads;
+    };
     int32_t own = 0;
     for (int32_t u = first; u < last; ++u) {
       const int32_t count = table.count[u];
       own += count;
-      if (count > 0) atomicAdd(&bucket[bucket_of(length_of(u))], row_tiles(count) * kv_heads);
+      const int64_t length = length_of(u);
+      const int32_t tiles = tiles_of_user(count, length);
+      if (tiles > 0) atomicAdd(&bucket[bucket_of(length)], tiles);
+      if (has_self()) {
+        const int32_t more = tiles_of(static_cast<int32_t>(gap(u, is_void).length) * params.group) * kv_heads;
+        if (more > 0) atomicAdd(&gap_tiles, more);
+      }
     }
     __syncthreads();
     const bool has_bucket = thread < kBuckets;
@@ -141,37 +182,63 @@ struct Grouping {
       const int32_t count = table.count[u];
       table.begin[u] = at;
       at += count;
-      if (count > 0) table.tile_begin[u] = atomicAdd(&bucket[bucket_of(length_of(u))], row_tiles(count) * kv_heads);
+      const int64_t length = length_of(u);
+      const int32_t tiles = tiles_of_user(count, length);
+      if (tiles > 0) table.tile_begin[u] = atomicAdd(&bucket[bucket_of(length)], tiles);
     }
-    if (thread == 0) *params.workspace.header = {0, static_cast<uint32_t>(total.second)};
+    if (thread == 0) {
+      *params.workspace.header = {0, static_cast<uint32_t>(total.second + gap_tiles), total.second, is_void ? 1 : 0};
+    }
   }
 
   // One warp a user, or several where there are fewer users, write its tiles: those of a key head follow each other, so
-  // that keys stay in the cache. history_at(u) is the history.
+  // that keys stay in the cache. history_at(u) is the history. The header is there.
   template <typename HistoryAt>
   __device__ void list_tiles(const UserTable& table, HistoryAt&& history_at, int32_t warp, int32_t warps) const {
     const int32_t warps_of_user = max(warps / (users() + 1), 1);
     const int32_t lane = warp % warps_of_user * 32 + static_cast<int32_t>(threadIdx.x % 32);
     const auto kv_heads = static_cast<int32_t>(params.problem.kv_heads);
+    const bool is_void = has_self() && params.workspace.header->self_is_void != 0;
     for (int32_t u = warp / warps_of_user; u <= users(); u += warps / warps_of_user) {
-      const int32_t count = table.count[u];
-      if (count == 0) continue;
       const History own = history_at(u);
-      const auto rows = static_cast<int32_t>(count * params.rows_of_candidate);
-      const int32_t tiles = row_tiles(count);
-      AttentionTile* const to = params.workspace.tiles + table.tile_begin[u];
+      const int32_t rows = target_rows(table.count[u]);
+      const int32_t own_rows = self_rows(own.length, is_void);
+      const int32_t target_tiles = tiles_of(rows);
+      const int32_t tiles = target_tiles + tiles_of(own_rows);
       for (int32_t t = lane; t < tiles * kv_heads; t += 32 * warps_of_user) {
         const int32_t head = t / tiles;
-        const int32_t row = (t - head * tiles) * kTileRows;
-        to[t] = {u < users() ? u : -1,
-                 head,
-                 row,
-                 min(kTileRows, rows - row),
-                 table.begin[u],
-                 static_cast<int32_t>(own.first),
-                 static_cast<int32_t>(own.length),
-                 0};
+        const int32_t number = t - head * tiles;
+        const bool self = number >= target_tiles;
+        const int32_t row = (self ? number - target_tiles : number) * kTileRows;
+        params.workspace.tiles[table.tile_begin[u] + t] = {u < users() ? u : -1,
+                                                           head,
+                                                           row,
+                                                           min(kTileRows, (self ? own_rows : rows) - row),
+                                                           self ? static_cast<int32_t>(own.first) : table.begin[u],
+                                                           static_cast<int32_t>(own.first),
+                                                           static_cast<int32_t>(own.length),
+                                                           self ? kSelf : kTarget};
       }
+      if (lane < 32 && has_self()) list_gap(u, is_void);
+    }
+  }
+
+  // By a warp: the tiles of a gap, wherever there is room behind all others.
+  __device__ void list_gap(int32_t user, bool is_void) const {
+    const History own = gap(user, is_void);
+    const int32_t rows = static_cast<int32_t>(own.length) * params.group;
+    const int32_t tiles = tiles_of(rows);
+    const int32_t all = tiles * static_cast<int32_t>(params.problem.kv_heads);
+    if (all == 0) return;
+    const auto lane = static_cast<int32_t>(threadIdx.x % 32);
+    int32_t first = 0;
+    if (lane == 0) first = atomicAdd(&params.workspace.header->next_gap, all);
+    first = __shfl_sync(0xffff'ffff, first, 0);
+    for (int32_t t = lane; t < all; t += 32) {
+      const int32_t head = t / tiles;
+      const int32_t row = (t - head * tiles) * kTileRows;
+      params.workspace.tiles[first + t] = {
+          is_void ? -1 : user, head, row, min(kTileRows, rows - row), static_cast<int32_t>(own.first), 0, 0, kSelf};
     }
   }
 };

@@ -1,4 +1,4 @@
-// ikbo::target_attention and its gradients on CUDA.
+// ikbo::target_attention, its gradients and ikbo::self_and_target_attention on CUDA.
 #include "ops/target_attention.h"
 
 #include <ATen/ops/empty.h>
@@ -7,6 +7,7 @@
 
 #include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "kernels/target_attention_backward.h"
@@ -26,20 +27,22 @@ constexpr int64_t kMaxDim = 256;
 
 // The arguments as the kernels want them, and the tensors that hold them.
 struct Job {
-  at::Tensor q, k, v, candidate_to_user, kv_lengths, kv_offsets;
+  at::Tensor q, k, v, candidate_to_user, kv_lengths, kv_offsets, q_self;
   kernels::TargetAttentionProblem problem;
 };
+
+at::Tensor dense_columns(const at::Tensor& tensor) {
+  return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
+}
 
 Job job_of(const char* op, const AttentionArguments& arguments) {
   TORCH_CHECK_VALUE(arguments.q.size(3) <= kMaxDim, op, ": q has D=", arguments.q.size(3), ", on CUDA at most ",
                     kMaxDim);
-  const auto dense_columns = [](const at::Tensor& tensor) {
-    return tensor.size(-1) <= 1 || tensor.stride(-1) == 1 ? tensor : tensor.contiguous();
-  };
   Job job{dense_columns(arguments.q),
           dense_columns(arguments.k),
           dense_columns(arguments.v),
           arguments.candidate_to_user.contiguous(),
+          {},
           {},
           {},
           {}};
@@ -78,45 +81,94 @@ Job job_of(const char* op, const AttentionArguments& arguments) {
   return job;
 }
 
-std::tuple<at::Tensor, at::Tensor> attention_cuda(const char* op, const AttentionArguments& arguments,
-                                                  bool with_logsumexp) {
-  check_target_attention(op, arguments);
-  const Call call(op, arguments.q);
-  const at::Tensor& q = arguments.q;
-  at::Tensor out = at::empty(q.sizes(), q.options().memory_format(at::MemoryFormat::Contiguous));
-  at::Tensor logsumexp;
+void add_self(Job& job, const at::Tensor& q_self) {
+  job.q_self = dense_columns(q_self);
+  kernels::TargetAttentionProblem& p = job.problem;
+  p.self_q = job.q_self.const_data_ptr();
+  p.self_q_user_stride = p.kv_offsets != nullptr ? 0 : job.q_self.stride(0);
+  p.self_q_row_stride = job.q_self.stride(-3);
+  p.self_q_head_stride = job.q_self.stride(-2);
+}
+
+AttentionResult empty_result(const at::Tensor& q, bool with_logsumexp) {
+  const auto sizes = q.sizes();
+  AttentionResult result{at::empty(sizes, q.options().memory_format(at::MemoryFormat::Contiguous)), {}};
   if (with_logsumexp) {
-    logsumexp = at::empty({q.size(0), q.size(1), q.size(2)}, q.options().dtype(sum_type(q.scalar_type())));
+    result.logsumexp = at::empty(sizes.slice(0, sizes.size() - 1), q.options().dtype(sum_type(q.scalar_type())));
   }
-  if (out.numel() == 0) return {out, logsumexp};
-  const bool by_matrix_unit = q.scalar_type() == at::kBFloat16 || q.scalar_type() == at::kHalf;
-  at::Tensor regular_q = q, regular_k = arguments.k, regular_v = arguments.v;
-  const double scale = attention_scale(arguments);
+  return result;
+}
+
+AttentionResults attention_cuda(const char* op, const std::optional<at::Tensor>& q_self,
+                                const AttentionArguments& arguments, bool with_logsumexp);
+
+// The rows of q_self in a call of their own.
+AttentionResult self_attention(const char* op, const at::Tensor& q_self, const AttentionArguments& arguments,
+                               bool with_logsumexp) {
+  const SelfRows rows(q_self, arguments);
+  const at::Tensor queries = rows.as_queries(q_self, 0);
+  AttentionResult result = attention_cuda(op, {},
+                                          {queries, arguments.k, arguments.v, rows.candidate_to_user(),
+                                           arguments.kv_lengths, arguments.kv_offsets, arguments.scale},
+                                          with_logsumexp)
+                               .target;
+  result.out = rows.as_rows(result.out, 0);
+  if (with_logsumexp) result.logsumexp = rows.as_rows(result.logsumexp, -std::numeric_limits<double>::infinity());
+  return result;
+}
+
+// In one launch where the kernels over a list of tiles serve it, else in two.
+AttentionResults attention_cuda(const char* op, const std::optional<at::Tensor>& q_self,
+                                const AttentionArguments& arguments, bool with_logsumexp) {
+  if (q_self.has_value()) {
+    check_self_and_target_attention(op, *q_self, arguments);
+  } else {
+    check_target_attention(op, arguments);
+  }
+  const Call call(op, arguments.q);
+  AttentionResults results;
+  results.target = empty_result(arguments.q, with_logsumexp);
+  const bool has_self = q_self.has_value() && q_self->numel() > 0;
+  if (q_self.has_value()) results.self = empty_result(*q_self, with_logsumexp);
+  if (results.target.out.numel() == 0 && !has_self) return results;
+  const bool by_matrix_unit = arguments.q.scalar_type() == at::kBFloat16 || arguments.q.scalar_type() == at::kHalf;
+  std::vector<at::Tensor> regular = {arguments.q, arguments.k, arguments.v};
+  if (has_self) regular.push_back(*q_self);
+  double scale = attention_scale(arguments);
   if (by_matrix_unit) {
-    const std::vector<at::Tensor> regular =
-        with_aligned_rows({scale < 0 ? q.neg() : q, arguments.k, arguments.v}, call.stream());
-    regular_q = regular[0];
-    regular_k = regular[1];
-    regular_v = regular[2];
+    if (scale < 0) {
+      for (size_t i = 0; i < regular.size(); i += 3) regular[i] = regular[i].neg();  // the queries
+      scale = -scale;
+    }
+    regular = with_aligned_rows(std::move(regular), call.stream());
   }
-  Job job = job_of(op, {regular_q, regular_k, regular_v, arguments.candidate_to_user, arguments.kv_lengths,
-                        arguments.kv_offsets, by_matrix_unit ? std::abs(scale) : scale});
-  job.problem.out = out.mutable_data_ptr();
-  if (with_logsumexp) job.problem.logsumexp = logsumexp.mutable_data_ptr();
+  Job job = job_of(op, {regular[0], regular[1], regular[2], arguments.candidate_to_user, arguments.kv_lengths,
+                        arguments.kv_offsets, scale});
+  const auto place = [](const at::Tensor& tensor) { return tensor.defined() ? tensor.mutable_data_ptr() : nullptr; };
+  job.problem.out = place(results.target.out);
+  job.problem.logsumexp = place(results.target.logsumexp);
+  if (has_self) {
+    add_self(job, regular[3]);
+    job.problem.self_out = place(results.self.out);
+    job.problem.self_logsumexp = place(results.self.logsumexp);
+  }
   if (kernels::target_attention_supported(job.problem)) {
     const auto bytes = static_cast<int64_t>(kernels::target_attention_workspace_bytes(job.problem));
-    const at::Tensor workspace = at::empty({bytes}, q.options().dtype(at::kByte));
+    const at::Tensor workspace = at::empty({bytes}, arguments.q.options().dtype(at::kByte));
     kernels::target_attention(job.problem, workspace.mutable_data_ptr(), static_cast<size_t>(bytes), call.stream());
+  } else if (has_self) {
+    results.target = attention_cuda(op, {}, arguments, with_logsumexp).target;
+    results.self = self_attention(op, *q_self, arguments, with_logsumexp);
   } else {
     kernels::target_attention_generic(job.problem, call.stream());
   }
-  return {out, logsumexp};
+  return results;
 }
 
 at::Tensor target_attention_cuda(const at::Tensor& q, const at::Tensor& k, const at::Tensor& v,
                                  const at::Tensor& candidate_to_user, const std::optional<at::Tensor>& kv_lengths,
                                  const std::optional<at::Tensor>& kv_offsets, std::optional<double> scale) {
-  return std::get<0>(attention_cuda(kAttention, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, false));
+  return attention_cuda(kAttention, {}, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, false).target.out;
 }
 
 std::tuple<at::Tensor, at::Tensor> target_attention_lse_cuda(const at::Tensor& q, const at::Tensor& k,
@@ -124,26 +176,9 @@ std::tuple<at::Tensor, at::Tensor> target_attention_lse_cuda(const at::Tensor& q
                                                              const std::optional<at::Tensor>& kv_lengths,
                                                              const std::optional<at::Tensor>& kv_offsets,
                                                              std::optional<double> scale) {
-  return attention_cuda(kAttentionLse, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, true);
-}
-
-// In two calls.
-AttentionResults both_cuda(const char* op, const at::Tensor& q_self, const AttentionArguments& arguments,
-                           bool with_logsumexp) {
-  check_self_and_target_attention(op, q_self, arguments);
-  AttentionResults results;
-  std::tie(results.target.out, results.target.logsumexp) = attention_cuda(op, arguments, with_logsumexp);
-  const SelfRows rows(q_self, arguments);
-  const at::Tensor queries = rows.as_queries(q_self, 0);
-  const auto [out, logsumexp] = attention_cuda(op,
-                                               {queries, arguments.k, arguments.v, rows.candidate_to_user(),
-                                                arguments.kv_lengths, arguments.kv_offsets, arguments.scale},
-                                               with_logsumexp);
-  results.self.out = rows.as_rows(out, 0);
-  if (with_logsumexp) {
-    results.self.logsumexp = rows.as_rows(logsumexp, -std::numeric_limits<double>::infinity());
-  }
-  return results;
+  const AttentionArguments arguments{q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale};
+  auto [out, logsumexp] = attention_cuda(kAttentionLse, {}, arguments, true).target;
+  return {std::move(out), std::move(logsumexp)};
 }
 
 std::tuple<at::Tensor, at::Tensor> self_and_target_attention_cuda(const at::Tensor& q_self, const at::Tensor& q,
@@ -153,7 +188,7 @@ std::tuple<at::Tensor, at::Tensor> self_and_target_attention_cuda(const at::Tens
                                                                   const std::optional<at::Tensor>& kv_offsets,
                                                                   std::optional<double> scale) {
   const AttentionResults results =
-      both_cuda(kBoth, q_self, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, false);
+      attention_cuda(kBoth, q_self, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, false);
   return {results.self.out, results.target.out};
 }
 
@@ -162,7 +197,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> self_and_target_atten
     const at::Tensor& candidate_to_user, const std::optional<at::Tensor>& kv_lengths,
     const std::optional<at::Tensor>& kv_offsets, std::optional<double> scale) {
   const AttentionResults results =
-      both_cuda(kBothLse, q_self, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, true);
+      attention_cuda(kBothLse, q_self, {q, k, v, candidate_to_user, kv_lengths, kv_offsets, scale}, true);
   return {results.self.out, results.self.logsumexp, results.target.out, results.target.logsumexp};
 }
 

@@ -3,7 +3,9 @@
 #include <cuda_fp16.h>
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <cmath>
+#include <cstring>
 #include <limits>
 #include <random>
 #include <vector>
@@ -55,39 +57,96 @@ std::vector<T> random_values(size_t count, std::mt19937& random) {
   return values;
 }
 
-// Runs one case on fresh inputs, poisoned where nothing may be read, and compares every element.
+// A case's inputs, fresh and poisoned where nothing may be read.
 template <typename T>
-void check(const Case& c, ScalarType type, double tolerance) {
-  std::mt19937 random(std::random_device{}());
-  const int group = c.q_heads / c.kv_heads;
-  const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
-  std::vector<int32_t> index(static_cast<size_t>(c.candidates));
-  for (int32_t& user : index) user = pick(0, c.users - 1);
-  if (c.candidates > 3) index[3] = c.users;  // no such user
-  std::vector<int32_t> lengths, offsets{2};
-  for (int u = 0; u < c.users; ++u) {
-    lengths.push_back(u == 0 ? 0 : (u == 1 ? c.length : pick(0, c.length)));
-    offsets.push_back(offsets.back() + lengths.back());
-  }
-  const int64_t rows = c.packed ? offsets.back() + 3 : int64_t{c.users} * c.length;
-  const int64_t row_size = int64_t{c.kv_heads} * c.dim;
-  auto q = random_values<T>(static_cast<size_t>(c.candidates) * c.seeds * c.q_heads * c.dim, random);
-  auto k = random_values<T>(static_cast<size_t>(rows * row_size), random);
-  auto v = random_values<T>(static_cast<size_t>(rows * row_size), random);
-  const auto first_row = [&](int u) { return c.packed ? offsets[u] : int64_t{u} * c.length; };
-  std::vector<bool> used(static_cast<size_t>(rows));
-  for (int u = 0; u < c.users; ++u) {
-    for (int i = 0; i < lengths[u]; ++i) used[first_row(u) + i] = true;
-  }
-  for (int64_t at = 0; at < rows * row_size; ++at) {
-    if (!used[at / row_size]) k[at] = v[at] = narrow<T>(kNaN);
+struct Inputs {
+  Case c;
+  std::vector<int32_t> index, lengths, offsets{2};
+  int64_t rows;  // of all histories
+  std::vector<T> q, k, v, q_self;
+
+  explicit Inputs(const Case& of) : c(of), index(static_cast<size_t>(of.candidates)) {
+    std::mt19937 random(std::random_device{}());
+    const auto pick = [&](int low, int high) { return std::uniform_int_distribution<int>(low, high)(random); };
+    for (int32_t& user : index) user = pick(0, c.users - 1);
+    if (c.candidates > 3) index[3] = c.users;  // no such user
+    for (int u = 0; u < c.users; ++u) {
+      lengths.push_back(u == 0 ? 0 : (u == 1 ? c.length : pick(0, c.length)));
+      offsets.push_back(offsets.back() + lengths.back());
+    }
+    rows = c.packed ? offsets.back() + 3 : int64_t{c.users} * c.length;
+    q = random_values<T>(static_cast<size_t>(c.candidates) * c.seeds * c.q_heads * c.dim, random);
+    k = random_values<T>(static_cast<size_t>(rows * row_size()), random);
+    v = random_values<T>(static_cast<size_t>(rows * row_size()), random);
+    q_self = random_values<T>(static_cast<size_t>(rows * c.q_heads * c.dim), random);
+    const std::vector<int> owner = owners();
+    const auto poison = [&](std::vector<T>& values, int64_t size) {
+      for (size_t at = 0; at < values.size(); ++at) {
+        if (owner[at / size] < 0) values[at] = narrow<T>(kNaN);
+      }
+    };
+    poison(k, row_size());
+    poison(v, row_size());
+    poison(q_self, int64_t{c.q_heads} * c.dim);
   }
 
-  const DeviceArray<T> q_device(q), k_device(k), v_device(v);
-  const DeviceArray<int32_t> index_device(index), lengths_device(lengths), offsets_device(offsets);
-  const DeviceArray<T> out_device(std::vector<T>(q.size(), narrow<T>(-77)));
-  const size_t sums = q.size() / c.dim;
-  const DeviceArray<float> lse_device(std::vector<float>(sums, -77));
+  int64_t row_size() const { return int64_t{c.kv_heads} * c.dim; }
+  int64_t first_row(int u) const { return c.packed ? offsets[u] : int64_t{u} * c.length; }
+
+  // The user of each row of the histories, or -1.
+  std::vector<int> owners() const {
+    std::vector<int> owner(static_cast<size_t>(rows), -1);
+    for (int u = 0; u < c.users; ++u) {
+      for (int i = 0; i < lengths[u]; ++i) owner[first_row(u) + i] = u;
+    }
+    return owner;
+  }
+
+  // A query's result in float64: of user `user`, or of none, whose rows have NaN.
+  struct Expected {
+    std::vector<double> out;
+    double logsumexp;
+  };
+  Expected attend(const T* query, int q_head, int user) const {
+    const int head = q_head / (c.q_heads / c.kv_heads);
+    const bool known = user >= 0 && user < c.users;
+    std::vector<double> weights(static_cast<size_t>(known ? lengths[user] : 0));
+    double highest = -std::numeric_limits<double>::infinity();
+    const auto history = [&](const std::vector<T>& all, size_t i, int d) {
+      return static_cast<double>(static_cast<float>(all[(first_row(user) + i) * row_size() + head * c.dim + d]));
+    };
+    for (size_t i = 0; i < weights.size(); ++i) {
+      for (int d = 0; d < c.dim; ++d) weights[i] += static_cast<float>(query[d]) * history(k, i, d) / std::sqrt(c.dim);
+      highest = std::max(highest, weights[i]);
+    }
+    double total = 0;
+    for (double& weight : weights) total += weight = std::exp(weight - highest);
+    Expected expected{std::vector<double>(static_cast<size_t>(c.dim), known ? 0 : kNaN),
+                      known ? highest + std::log(total) : kNaN};
+    for (int d = 0; d < c.dim; ++d) {
+      for (size_t i = 0; i < weights.size(); ++i) expected.out[d] += weights[i] / total * history(v, i, d);
+    }
+    return expected;
+  }
+};
+
+void expect_near(double found, double expected, double tolerance) {
+  if (std::isnan(expected) || std::isinf(expected)) {
+    ASSERT_TRUE(std::isnan(expected) ? std::isnan(found) : found == expected) << found << " for " << expected;
+  } else {
+    ASSERT_NEAR(found, expected, tolerance * std::max(1.0, std::abs(expected)));
+  }
+}
+
+// Compares every element of what the kernels make of fresh inputs: of target attention alone, and with the rows of the
+// histories beside it, which must not change a bit of it.
+template <typename T>
+void check(const Case& c, ScalarType type, double tolerance) {
+  const Inputs<T> inputs(c);
+  const DeviceArray<T> q(inputs.q), k(inputs.k), v(inputs.v), q_self(inputs.q_self);
+  const DeviceArray<int32_t> index(inputs.index), lengths(inputs.lengths), offsets(inputs.offsets);
+  const size_t sums = inputs.q.size() / c.dim;
+  const size_t self_sums = inputs.q_self.size() / c.dim;
   TargetAttentionProblem p;
   p.type = type;
   p.candidates = c.candidates;
@@ -96,64 +155,63 @@ void check(const Case& c, ScalarType type, double tolerance) {
   p.kv_heads = c.kv_heads;
   p.head_dim = c.dim;
   p.users = c.users;
-  p.length = c.packed ? rows : c.length;
+  p.length = c.packed ? inputs.rows : c.length;
   p.scale = 1 / std::sqrt(c.dim);
-  p.q = q_device.get();
-  p.q_candidate_stride = int64_t{c.seeds} * c.q_heads * c.dim;
-  p.q_seed_stride = int64_t{c.q_heads} * c.dim;
-  p.q_head_stride = c.dim;
-  p.k = k_device.get();
-  p.v = v_device.get();
-  p.k_user_stride = p.v_user_stride = c.packed ? 0 : c.length * row_size;
-  p.k_row_stride = p.v_row_stride = row_size;
+  p.q = q.get();
+  p.q_head_stride = p.self_q_head_stride = c.dim;
+  p.q_seed_stride = p.self_q_row_stride = int64_t{c.q_heads} * c.dim;
+  p.q_candidate_stride = c.seeds * p.q_seed_stride;
+  p.self_q_user_stride = c.length * p.q_seed_stride;
+  p.k = k.get();
+  p.v = v.get();
+  p.k_user_stride = p.v_user_stride = c.packed ? 0 : c.length * inputs.row_size();
+  p.k_row_stride = p.v_row_stride = inputs.row_size();
   p.k_head_stride = p.v_head_stride = c.dim;
-  p.candidate_to_user = index_device.get();
-  p.kv_lengths = c.packed ? nullptr : lengths_device.get();
-  p.kv_offsets = c.packed ? offsets_device.get() : nullptr;
-  p.out = out_device.get();
-  p.logsumexp = lse_device.get();
-  ASSERT_TRUE(target_attention_supported(p));
-  const size_t bytes = target_attention_workspace_bytes(p);
-  const DeviceArray<char> workspace(std::vector<char>(bytes, 0x55));
-  for (int run = 0; run < 2; ++run) target_attention(p, workspace.get(), bytes, nullptr);
-  ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
-
-  const auto out = out_device.read(q.size());
-  const auto lse = lse_device.read(sums);
-  std::vector<double> weights;
-  for (size_t at = 0; at < sums; ++at) {
-    const int head = static_cast<int>(at) % c.q_heads / group;
-    const int user = index[at / c.q_heads / c.seeds];
-    const bool known = user < c.users;
-    const int length = known ? lengths[user] : 0;
-    weights.assign(length, 0);
-    double highest = -std::numeric_limits<double>::infinity();
-    const auto history = [&](const std::vector<T>& all, int i, int d) {
-      return static_cast<double>(static_cast<float>(all[(first_row(user) + i) * row_size + head * c.dim + d]));
-    };
-    for (int i = 0; i < length; ++i) {
-      for (int d = 0; d < c.dim; ++d) weights[i] += static_cast<float>(q[at * c.dim + d]) * history(k, i, d) * p.scale;
-      highest = std::max(highest, weights[i]);
+  p.candidate_to_user = index.get();
+  p.kv_lengths = c.packed ? nullptr : lengths.get();
+  p.kv_offsets = c.packed ? offsets.get() : nullptr;
+  std::vector<T> first;
+  for (const bool with_self : {false, true}) {
+    const DeviceArray<T> out(std::vector<T>(inputs.q.size(), narrow<T>(-77)));
+    const DeviceArray<float> lse(std::vector<float>(sums, -77));
+    const DeviceArray<T> self_out(std::vector<T>(inputs.q_self.size(), narrow<T>(-77)));
+    const DeviceArray<float> self_lse(std::vector<float>(self_sums, -77));
+    p.out = out.get();
+    p.logsumexp = lse.get();
+    if (with_self) {
+      p.self_q = q_self.get();
+      p.self_out = self_out.get();
+      p.self_logsumexp = self_lse.get();
     }
-    double total = 0;
-    for (double& weight : weights) total += weight = std::exp(weight - highest);
-    for (int d = 0; d < c.dim; ++d) {
-      double expected = known ? 0 : kNaN;
-      for (int i = 0; i < length; ++i) expected += weights[i] / total * history(v, i, d);
-      const double found = static_cast<float>(out[at * c.dim + d]);
-      if (!known) {
-        ASSERT_TRUE(std::isnan(found)) << at << " " << d;
-      } else {
-        ASSERT_NEAR(found, expected, tolerance * std::max(1.0, std::abs(expected))) << at << " " << d;
+    ASSERT_TRUE(target_attention_supported(p));
+    const size_t bytes = target_attention_workspace_bytes(p);
+    const DeviceArray<char> workspace(std::vector<char>(bytes, 0x55));
+    for (int run = 0; run < 2; ++run) target_attention(p, workspace.get(), bytes, nullptr);
+    ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
+    const auto compare = [&](const std::vector<T>& queries, const std::vector<T>& found,
+                             const std::vector<float>& found_sums, const auto& user_of) {
+      for (size_t at = 0; at < found_sums.size(); ++at) {
+        const int user = user_of(at / c.q_heads);
+        const auto expected = inputs.attend(&queries[at * c.dim], static_cast<int>(at % c.q_heads), user);
+        for (int d = 0; d < c.dim; ++d) {
+          expect_near(static_cast<float>(found[at * c.dim + d]), expected.out[d], tolerance);
+        }
+        expect_near(found_sums[at], expected.logsumexp, 1e-5);
+        if (::testing::Test::HasFatalFailure()) FAIL() << "row " << at << ", user " << user;
       }
-    }
-    if (!known) {
-      ASSERT_TRUE(std::isnan(lse[at]));
-    } else if (length == 0) {
-      ASSERT_EQ(lse[at], -std::numeric_limits<float>::infinity());
+    };
+    const std::vector<T> results = out.read(inputs.q.size());
+    if (!with_self) {
+      compare(inputs.q, results, lse.read(sums), [&](size_t row) { return inputs.index[row / c.seeds]; });
+      first = results;
     } else {
-      ASSERT_NEAR(lse[at], highest + std::log(total), 1e-5 * std::max(1.0, std::abs(highest)));
+      ASSERT_EQ(std::memcmp(results.data(), first.data(), first.size() * sizeof(T)), 0);
+      const std::vector<int> owner = inputs.owners();
+      // Rows of no history are like those of a user without one: user 0.
+      compare(inputs.q_self, self_out.read(inputs.q_self.size()), self_lse.read(self_sums),
+              [&](size_t row) { return std::max(owner[row], 0); });
     }
+    if (::testing::Test::HasFatalFailure()) return;
   }
 }
 
@@ -186,6 +244,12 @@ TEST(TargetAttention, OneCtaSetsUpSomeCandidatesOfAnyNumberOfUsers) {
 TEST(TargetAttention, ManyCandidatesAreSetUpByManyCtas) {
   check<__nv_bfloat16>({20'000, 300, 1, 20, 1, 1, 8, false}, ScalarType::kBFloat16, 0x1p-7);
   check<__nv_bfloat16>({17'000, 5'000, 2, 3, 2, 1, 8, true}, ScalarType::kBFloat16, 0x1p-7);
+}
+
+TEST(TargetAttention, SmallHistoriesWithoutCandidatesAttendToThemselves) {
+  check<__nv_bfloat16>({0, 3, 4, 200, 2, 2, 64, true}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({5, 4, 0, 300, 4, 2, 128, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<float>({0, 3, 1, 70, 2, 1, 32, false}, ScalarType::kFloat32, 4e-6);
 }
 
 TEST(TargetAttention, WhatTheCopyEngineCannotAddressIsNotSupported) {

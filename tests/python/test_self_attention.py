@@ -13,6 +13,7 @@ from conftest import DEVICE, cpu_only
 from test_attention import DTYPES, SHAPES, TOLERANCE, Case, assert_close, integers, make_case
 
 LENGTHS = ["none", "padded", "packed"]
+gpu_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU and IKBO_TEST_DEVICE=cuda")
 
 
 @dataclasses.dataclass
@@ -101,8 +102,9 @@ def test_small_sizes(batch, users, seeds, length, lengths):
     assert out.shape == case.q.shape and self_sums.shape == case.q_self.shape[:-1]
 
 
-def test_no_users():
-    case = make_both(0, 2, 3, 5)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_users(dtype):
+    case = make_both(0, 2, 3, 5, dtype=dtype)
     none = case.candidate_to_user
     out = torch.ops.ikbo.self_and_target_attention(case.q_self[:0], case.q, case.k[:0], case.v[:0], none)
     assert out[0].shape == (0, 5, 2, 8) and out[1].shape == (0, 3, 2, 8)
@@ -177,11 +179,12 @@ def test_reads_any_strides(dtype):
             assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("scale", [0.0, -0.7, 3.5])
-def test_scale(scale):
-    case = make_both(12, 3, 4, 300)
+def test_scale(scale, dtype):
+    case = make_both(12, 3, 4, 300, dtype=dtype)
     case.scale = scale
-    assert_close(case.run()[0], case.self_plain()[0], torch.float64, factor=10)
+    assert_close(case.run()[0], case.self_plain()[0], dtype, factor=10)
 
 
 @pytest.mark.parametrize("lengths", LENGTHS)
@@ -340,3 +343,95 @@ def test_functorch_transforms_are_refused():
     run = lambda q: torch.ops.ikbo.self_and_target_attention(q, *case.args[1:])[0].sum()  # noqa: E731
     with pytest.raises(NotImplementedError, match="ikbo::self_and_target_attention does not support torch.func"):
         torch.func.grad(run)(case.q_self)
+
+
+def redraw(case):
+    """Other values, mapping and histories in the same buffers; NaN wherever nothing may be read."""
+    for tensor in case.float_tensors:
+        tensor.normal_()
+    case.candidate_to_user.copy_(torch.randint(case.users, case.candidate_to_user.shape))
+    if case.kv_offsets is None:
+        case.kv_lengths.copy_(torch.randint(case.k.shape[1] + 1, (case.users,)))
+    else:
+        case.kv_offsets.copy_(torch.randint(len(case.k) + 1, (case.users + 1,)).sort().values)
+    for tensor in (case.q_self, case.k, case.v):
+        tensor[case.nobody()] = float("nan")
+
+
+@gpu_only
+@pytest.mark.parametrize("lengths", ["padded", "packed"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_captured_graph_serves_any_mapping_and_lengths(dtype, lengths):
+    case = make_both(60, 5, 7, 290, (4, 2), 64, dtype=dtype, lengths=lengths)
+    side = torch.cuda.Stream()
+    with torch.cuda.stream(side):
+        case.run_lse()
+    side.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = case.run_lse()
+    for _ in range(5):
+        redraw(case)
+        for result in results:
+            result.fill_(12345)
+        graph.replay()
+        for a, b in zip(results, case.run_lse()):
+            assert torch.equal(a, b)
+        assert_close(results[0], case.self_plain()[0], dtype)
+        assert_close(results[2], case.plain()[0], dtype)
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_wrong_index_gives_nan_for_its_candidate_alone(dtype):
+    case = make_both(9, 3, 5, 70, dim=64, dtype=dtype)
+    case.candidate_to_user[:] = integers(0, 2, -1, 1, 3, 2, 2**31 - 1, 0, -(2**31))
+    wrong = (case.candidate_to_user < 0) | (case.candidate_to_user >= 3)
+    self_out, out = case.run()
+    assert out[wrong].isnan().all() and out[~wrong].isfinite().all()
+    assert_close(self_out, case.self_plain()[0], dtype)
+
+
+@gpu_only
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_wrong_lengths_and_offsets_read_and_write_nothing_outside(dtype):
+    case = make_both(30, 4, 3, 160, dim=64, dtype=dtype, lengths="none")
+    case.kv_lengths = integers(-3, 99, 2000, 6)
+    inside = dataclasses.replace(case, kv_lengths=case.kv_lengths.clamp(0, 160))
+    for a, b in zip(case.run_lse(), inside.run_lse()):
+        assert torch.equal(a, b)
+    q_self, k, v = (t.flatten(0, 1) for t in (case.q_self, case.k, case.v))
+    packed = BothCase(case.q, k, v, case.candidate_to_user, kv_offsets=integers(-5, 3, 3, 1000, 2000), q_self=q_self)
+    inside = dataclasses.replace(packed, kv_offsets=packed.kv_offsets.clamp(0, 640))
+    for a, b in zip(packed.run_lse(), inside.run_lse()):
+        assert torch.equal(a, b)
+    packed.kv_offsets = integers(0, 640, 0, 640, 0)  # whose is a row?
+    self_out, self_sums, out, _ = packed.run_lse()
+    assert self_out.isnan().all() and self_sums.isnan().all()
+    assert torch.equal(out, packed.target()[0])
+
+
+@gpu_only
+@pytest.mark.parametrize("lengths", LENGTHS)
+def test_nothing_is_read_on_the_host(lengths):
+    for dtype in DTYPES:
+        case = make_both(30, 4, 3, 70, dim=64, dtype=dtype, lengths=lengths).requires_grad()
+        for mode in ("default", "error"):  # libraries set themselves up first
+            torch.cuda.set_sync_debug_mode(mode)
+            try:
+                sum(t.sum() for t in case.run()).backward()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+@gpu_only
+@pytest.mark.parametrize("lengths", ["padded", "packed"])
+def test_more_users_than_one_block_sets_up(lengths):
+    for candidates, users in [(3_000, 2_100), (20_000, 300), (70_000, 66_000)]:
+        case = make_both(candidates, users, 1, 5, (1, 1), 8, dtype=torch.bfloat16, lengths=lengths)
+        self_out, _, out, _ = case.run_lse()
+        assert torch.equal(out, case.target()[0])
+        wide = dataclasses.replace(
+            case, q=case.q.double(), k=case.k.double(), v=case.v.double(), q_self=case.q_self.double()
+        )
+        assert_close(self_out, wide.run()[0], torch.bfloat16)
