@@ -2,8 +2,8 @@
 # Prints the digest of the sources that a file of results depends on, so that an edit elsewhere makes no figure old.
 #
 # usage: scripts/source_digest.sh NAME
-#   NAME: lce_peers (written by bench/lce_peers.py), attention (by bench/attention_peers.py), model and ranker (by
-#   scripts/measure_cpu.sh), ranker_gpu (by bench/ranker_gpu.py), odd_sizes (by bench/odd_sizes.py), checks
+#   NAME: lce_peers (written by bench/lce_peers.py), attention and attention_self (by bench/attention_peers.py), model
+#   and ranker (by scripts/measure_cpu.sh), ranker_gpu (by bench/ranker_gpu.py), odd_sizes (by bench/odd_sizes.py), checks
 #   and checks_two_gpus (by scripts/gpu_check.sh), zoo (by scripts/zoo.sh), zoo_random (by the random programs of tests/python)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
@@ -11,7 +11,7 @@ lce=(kernels/linear_compression* kernels/hopper kernels/scalar* kernels/align_ro
 skip=()
 case "${1:-}" in
   lce_peers) paths=("${lce[@]}" bench/lce_peers.py bench/device_time.py bench/lce_c_api.cpp) ;;
-  attention) paths=(kernels/target_attention* kernels/hopper kernels/scalar* kernels/unaligned_rows.cuh bench/attention_*
+  attention | attention_self) paths=(kernels/target_attention* kernels/hopper kernels/scalar* kernels/unaligned_rows.cuh bench/attention_*
     bench/device_time.py) ;;
   odd_sizes) paths=(kernels ops/cuda bench/odd_sizes.py bench/device_time.py) ;;
   model) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/movielens) ;;
