@@ -20,6 +20,9 @@ gpu_only = pytest.mark.skipif(DEVICE == "cpu", reason="needs a GPU and IKBO_TEST
 class BothCase(Case):
     q_self: Optional[torch.Tensor] = None
 
+    def in_float64(self):
+        return dataclasses.replace(super().in_float64(), q_self=self.q_self.detach().double())
+
     @property
     def args(self):
         return (self.q_self, *super().args)
@@ -211,12 +214,14 @@ def test_gradients_agree_with_autograd_of_plain_attention(dtype, lengths):
     case = make_both(40, 4, 3, 30, (4, 2), 8, dtype=dtype, lengths=lengths).requires_grad()
     weights = [torch.randn(t.shape, dtype=torch.float64).to(dtype) for t in (case.q_self, case.q)]
     ours = torch.autograd.grad(case.run(), case.float_tensors, weights)
-    plain = (case.self_plain()[0], case.plain()[0])
-    expected = torch.autograd.grad(plain, case.float_tensors, [w.double() for w in weights])
-    unit = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-5, torch.float16: 2**-8}[dtype]
+    wide = case.in_float64().requires_grad()
+    plain = (wide.self_plain()[0], wide.plain()[0])
+    expected = torch.autograd.grad(plain, wide.float_tensors, [w.double() for w in weights])
+    # The backward pass starts from the rounded outputs, and rounds what each of them gives to keys and values.
+    unit = {torch.float64: 1e-13, torch.float32: 1e-5, torch.bfloat16: 2**-4, torch.float16: 2**-7}[dtype]
     for tensor, a, b in zip(case.float_tensors, ours, expected):
         assert a.shape == tensor.shape and a.dtype == dtype
-        assert ((a.double() - b.double()).abs() / b.double().abs().clamp(min=1)).max() <= unit
+        assert ((a.double() - b).abs() / b.abs().clamp(min=1)).max() <= unit
         assert b.abs().max() > 0
 
 
@@ -431,7 +436,4 @@ def test_more_users_than_one_block_sets_up(lengths):
         case = make_both(candidates, users, 1, 5, (1, 1), 8, dtype=torch.bfloat16, lengths=lengths)
         self_out, _, out, _ = case.run_lse()
         assert torch.equal(out, case.target()[0])
-        wide = dataclasses.replace(
-            case, q=case.q.double(), k=case.k.double(), v=case.v.double(), q_self=case.q_self.double()
-        )
-        assert_close(self_out, wide.run()[0], torch.bfloat16)
+        assert_close(self_out, case.in_float64().run()[0], torch.bfloat16)
