@@ -199,24 +199,10 @@ __device__ inline void stage_out(SharedMemory<P>& shared, const float (&acc)[P::
   }
 }
 
-// Second half: the copy engine takes it from there, or the warps do.
+// Second half: the copy engine takes it from there.
 template <typename P>
 __device__ inline void send_out(const LinearCompressionParams& params, SharedMemory<P>& shared, const BlockWork& work,
                                 int m, int warpgroup, uint32_t warp, uint32_t lane) {
-  if (!params.store_by_copy_engine) {
-    hopper::named_barrier_sync(kOutFilled + warpgroup, kWarpgroupThreads);
-    const uint32_t panel = hopper::shared_address(shared.out[warpgroup]);
-    const int rows = static_cast<int>(min(params.m - m, static_cast<int64_t>(P::kBlockM)));
-    auto* const to =
-        static_cast<uint16_t*>(params.out_pointer) + (work.candidate * params.m + m) * params.n + work.column;
-    constexpr int kRowsAtATime = 4;
-#pragma unroll 1
-    for (int row = static_cast<int>(warp); row < rows; row += kRowsAtATime * P::kWarpgroupWarps) {
-      write_panel_rows<kRowsAtATime>(panel, row, P::kWarpgroupWarps, rows, to, params.n,
-                                     static_cast<int>(params.n) - work.column, static_cast<int>(lane));
-    }
-    return;
-  }
   hopper::fence_proxy_async_shared();
   if (warp == 0) {
     hopper::named_barrier_sync(kOutFilled + warpgroup, kWarpgroupThreads);
@@ -228,6 +214,19 @@ __device__ inline void send_out(const LinearCompressionParams& params, SharedMem
   } else {
     hopper::named_barrier_arrive(kOutFilled + warpgroup, kWarpgroupThreads);
   }
+}
+
+// Or the warps themselves do, where rows are not aligned.
+template <typename P>
+__device__ inline void write_out(const LinearCompressionParams& params, SharedMemory<P>& shared, const BlockWork& work,
+                                 int m, int warpgroup, uint32_t thread) {
+  hopper::named_barrier_sync(kOutFilled + warpgroup, kWarpgroupThreads);
+  const int rows = static_cast<int>(min(params.m - m, static_cast<int64_t>(P::kBlockM)));
+  auto* const to =
+      static_cast<uint16_t*>(params.out_pointer) + (work.candidate * params.m + m) * params.n + work.column;
+  PanelRows(hopper::shared_address(shared.out[warpgroup]), to, params.n, static_cast<int>(params.n) - work.column,
+            thread)
+      .write(rows);
 }
 
 // fp32, straight from the registers: 32 bytes of each of four rows at a time.
@@ -349,11 +348,17 @@ __device__ inline void finish_tile(const LinearCompressionParams& params, Shared
   } else {
     stage_out<P>(shared, first, params.store_by_copy_engine, warpgroup, warp, lane);
   }
+  // Written by the warps, the first block leaves before anything of the second is fetched: there are no registers for
+  // both at a time.
+  const bool by_warps = !params.out_is_float32 && !params.store_by_copy_engine;
   const auto send_first = [&] {
-    if (!params.out_is_float32) {
+    if (params.store_by_copy_engine) {
       send_out<P>(params, shared, first_work, m, warpgroup, warp, lane);
     }
   };
+  if (by_warps) {
+    write_out<P>(params, shared, first_work, m, warpgroup, thread);
+  }
   if (same) {
     send_first();
   } else {
@@ -373,7 +378,11 @@ __device__ inline void finish_tile(const LinearCompressionParams& params, Shared
     store_fp32<P>(params, second, second_work.candidate, second_work.column + n, m + static_cast<int>(lane) % 4 * 2);
   } else {
     stage_out<P>(shared, second, params.store_by_copy_engine, warpgroup, warp, lane);
-    send_out<P>(params, shared, second_work, m, warpgroup, warp, lane);
+    if (by_warps) {
+      write_out<P>(params, shared, second_work, m, warpgroup, thread);
+    } else {
+      send_out<P>(params, shared, second_work, m, warpgroup, warp, lane);
+    }
   }
 }
 
