@@ -103,7 +103,7 @@ RuleResult permute(const RuleInput& in) {
   return std::nullopt;
 }
 
-// expand, repeat, tile. A shared operand that is repeated to the batch makes rows that are all equal.
+// expand, broadcast_to, repeat, tile. A shared operand that is repeated to the batch makes rows that are all equal.
 RuleResult expand(const RuleInput& in) {
   const std::string* self = in.tensor("self");
   if (self == nullptr || in.results().size() != 1) return std::nullopt;
@@ -233,7 +233,7 @@ void add_shape_rules(RuleTable& table) {
   for (const char* name : {"transpose", "swapaxes", "swapdims"}) table[name] = {transpose};
   for (const char* name : {"t", "numpy_T"}) table[name] = {t};
   table["permute"] = {permute};
-  for (const char* name : {"expand", "repeat"}) table[name] = {expand, true};
+  for (const char* name : {"expand", "repeat", "tile", "broadcast_to"}) table[name] = {expand, true};
   table["repeat_interleave"] = {repeat_interleave};
   table["select"] = {select};
   table["slice"] = {slice};
