@@ -11,6 +11,7 @@
 #include "transform/inputs.h"
 #include "transform/rewriter.h"
 #include "transform/simplify.h"
+#include "transform/strength.h"
 
 namespace ikbo::transform {
 namespace {
@@ -129,17 +130,18 @@ std::string mode_name(Mode mode) {
   return mode == Mode::kIkbo ? "ikbo" : mode == Mode::kSplit ? "split" : "broadcast";
 }
 
-Result transform(const graph::Archive& archive, const Options& options) {
-  const Program& program = archive.program;
-  if (archive.extra_files.contains(graph::Specification::kFile)) {
+Result transform(const graph::Archive& given, const Options& options) {
+  if (given.extra_files.contains(graph::Specification::kFile)) {
     fail("the archive is transformed already; transform the original again instead");
   }
-  if (needs_functional(program)) {
-    graph::Archive without = archive;
-    without.program = functional(program);
+  if (needs_functional(given.program)) {
+    graph::Archive without = given;
+    without.program = functional(given.program);
     return transform(without, options);
   }
-  check_understood(program);
+  check_understood(given.program);
+  const graph::Archive archive = options.mode == Mode::kIkbo ? reduce_strength(given) : given;
+  const Program& program = archive.program;
   const auto inputs = graph::user_inputs(program);
   RequestOnly request_only = select_request_only(program, inputs, options.request_only);
 
