@@ -46,6 +46,11 @@ class Strength {
       graph_.nodes.push_back(std::move(node));
     }
     if (!unbacked_.empty()) {
+      for (const auto& [symbol, size] : unbacked_) {
+        archive_.program.ranges.erase(symbol);
+        archive_.program.hints.erase(symbol);
+      }
+      std::erase_if(graph_.nodes, [&](const Node& node) { return checks_unbacked(node); });
       for (auto& [name, meta] : graph_.tensors) {
         for (Expr& e : meta.sizes) e = e.substitute(unbacked_);
         for (Expr& e : meta.strides) e = e.substitute(unbacked_);
@@ -183,6 +188,19 @@ class Strength {
             {"dim", static_cast<std::int64_t>(dim), 1},
             {"index", TensorArg{index}, 1}});
     return true;
+  }
+
+  // What the export checks of a size that depended on data holds of the one that is known.
+  bool checks_unbacked(const Node& node) const {
+    if (aten_name(node.target) != "_assert_scalar") return false;
+    const auto names = graph::input_names(node);
+    return std::any_of(names.begin(), names.end(), [&](const std::string& name) {
+      if (!graph_.sym_bools.contains(name)) return false;
+      const std::string expression = graph_.sym_bools.at(name).dump();
+      return std::any_of(unbacked_.begin(), unbacked_.end(), [&](const auto& known) {
+        return expression.find("Symbol('" + known.first + "'") != std::string::npos;
+      });
+    });
   }
 
   // The contents of a constant, or of what shows part of one.
