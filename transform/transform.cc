@@ -5,6 +5,7 @@
 
 #include "graph/error.h"
 #include "transform/assemble.h"
+#include "transform/bags.h"
 #include "transform/builder.h"
 #include "transform/functional.h"
 #include "transform/general_form.h"
@@ -140,7 +141,9 @@ Result transform(const graph::Archive& given, const Options& options) {
     return transform(without, options);
   }
   check_understood(given.program);
-  const graph::Archive archive = options.mode == Mode::kIkbo ? reduce_strength(given) : given;
+  graph::Archive archive = given;
+  archive.program.graph = even_bags(given.program.graph);
+  if (options.mode == Mode::kIkbo) archive = reduce_strength(archive);
   const Program& program = archive.program;
   const auto inputs = graph::user_inputs(program);
   RequestOnly request_only = select_request_only(program, inputs, options.request_only);

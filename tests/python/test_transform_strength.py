@@ -1,11 +1,12 @@
-"""Operators that are replaced by cheaper ones in mode `ikbo`: what they become, and that they mean the same."""
+"""Operators that are replaced by others: cheaper ones in mode `ikbo`, embedding bags in all. What they become, and that
+they mean the same."""
 
 import pytest
 import torch
 from torch import nn
 
 import ikbo  # noqa: F401 - torch.export.load needs the operators
-from transform_checks import command, draw, export, replicate, roles, transform
+from transform_checks import check, command, draw, export, refusal, replicate, roles, transform
 
 FIELDS, WIDTH = 5, 4
 
@@ -88,3 +89,40 @@ def test_what_an_operator_becomes(tmp_path, name):
     if name in REPLACED:
         costly = {"linear": "matmul", "bmm": "matmul", "mul": "matmul"}.get(target, "masked_select" if "mask" in name else "index")
         assert costly not in targets or name == "pairs by a mask", targets
+
+
+class Bags(nn.Module):
+    def __init__(self, **options):
+        super().__init__()
+        self.of_users, self.of_items = nn.EmbeddingBag(11, WIDTH, **options), nn.EmbeddingBag(11, WIDTH, **options)
+
+    def forward(self, x):
+        return (self.of_users(x["user_items"]) * self.of_items(x["item_tags"])).sum(1)
+
+
+@pytest.mark.parametrize("decompose", [False, True], ids=["raw", "decomposed"])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padding", [None, 0])
+def test_bags_of_one_length(tmp_path, mode, padding, decompose):
+    example = {"user_items": torch.randint(3, (8, 5)), "item_tags": torch.randint(3, (8, 2))}  # whole bags of padding too
+    check(Bags(mode=mode, padding_idx=padding), example, tmp_path, decompose=decompose)
+    operators = roles(tmp_path / "model.split.pt2").values()
+    if padding is None or mode != "max":
+        assert any(o["role"] == "request-only" and "embedding" in o["target"] for o in operators), operators
+        assert not any("embedding_bag" in o["target"] for o in operators)
+
+
+def test_bags_of_many_lengths_are_refused(tmp_path):
+    class Jagged(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.bags, self.items = nn.EmbeddingBag(11, WIDTH, mode="sum"), nn.Embedding(11, WIDTH)
+
+        def forward(self, x):
+            return (self.bags(x["user_values"], x["user_offsets"]) * self.items(x["item"])).sum(1)
+
+    batch, values = torch.export.Dim("batch"), torch.export.Dim("values")
+    example = {"user_values": torch.randint(11, (20,)), "user_offsets": torch.arange(0, 16, 2), "item": torch.randint(11, (8,))}
+    export(Jagged(), example, tmp_path / "m.pt2", dynamic=({k: {0: values if k == "user_values" else batch} for k in example},))
+    text = refusal(tmp_path / "m.pt2")
+    assert "embedding_bag" in text and "user_values" in text and "padding_idx" in text, text
