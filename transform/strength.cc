@@ -39,6 +39,7 @@ class Strength {
                                 ? outer_product(node) || matrix_times_columns(node) || matrix_a_field(node)
                             : op == "masked_select" ? constant_mask(node)
                             : op == "index"         ? constant_positions(node)
+                            : op == "index_put"     ? writes_in_rows(node)
                                                     : false;
       if (replaced) continue;
       const auto results = graph::output_names(node);
@@ -188,6 +189,57 @@ class Strength {
             {"dim", static_cast<std::int64_t>(dim), 1},
             {"index", TensorArg{index}, 1}});
     return true;
+  }
+
+  // x[rows, columns] = values, where the rows are 0, 0, ..., 1, 1, ...: every row is written to on its own. Which of
+  // several writes to one place counts is open in both.
+  bool writes_in_rows(const Node& node) {
+    const auto* self = node.inputs.empty() ? nullptr : std::get_if<TensorArg>(&node.inputs[0].value);
+    const Argument* argument = node.find("indices");
+    const Argument* written = node.find("values");
+    const auto* values = written != nullptr ? std::get_if<TensorArg>(written) : nullptr;
+    const auto indices = argument != nullptr ? graph::value_names(*argument) : std::vector<std::string>();
+    const auto* list = argument != nullptr ? std::get_if<graph::OptionalTensorListArg>(argument) : nullptr;
+    const bool whole = list == nullptr || list->names.size() == indices.size();
+    if (self == nullptr || values == nullptr || indices.size() != 2 || !whole) return false;
+    const auto& x = sizes(self->name);
+    const Argument* flag = node.find("accumulate");
+    if (x.size() != 2 || (flag != nullptr && *flag != Argument(false))) return false;
+    const auto length = row_numbers(indices[0], x[0]);
+    const auto columns = length ? matrix_of(indices[1], x[0], *length) : std::nullopt;
+    const auto matrix = length ? matrix_of(values->name, x[0], *length) : std::nullopt;
+    if (!columns || !matrix || graph_.tensors.at(*columns).dtype != graph::DType::kInt64) return false;
+    if (graph_.tensors.at(*matrix).dtype != graph_.tensors.at(self->name).dtype) return false;
+    finish(node, "torch.ops.aten.scatter.src",
+           {{"self", TensorArg{self->name}, 1},
+            {"dim", std::int64_t{1}, 1},
+            {"index", TensorArg{*columns}, 1},
+            {"src", TensorArg{*matrix}, 1}});
+    return true;
+  }
+
+  // How often each of 0, 1, ..., rows - 1 stands in a value, one after the other.
+  std::optional<std::int64_t> row_numbers(const std::string& value, const Expr& rows) const {
+    const auto repeats = makers_.find(value);
+    if (repeats == makers_.end() || repeats->second.target != "torch.ops.aten.repeat_interleave.self_int")
+      return std::nullopt;
+    const Argument* times = repeats->second.find("repeats");
+    const auto* count = times != nullptr ? std::get_if<std::int64_t>(times) : nullptr;
+    const std::string source = graph::input_names(repeats->second)[0];
+    const auto numbers = makers_.find(source);
+    const bool from_zero = numbers != makers_.end() && numbers->second.target == "torch.ops.aten.arange.default";
+    if (count == nullptr || !from_zero || !(sizes(source) == std::vector<Expr>{rows})) return std::nullopt;
+    return *count;
+  }
+
+  // The matrix (rows, length) that a vector is, row after row.
+  std::optional<std::string> matrix_of(const std::string& value, const Expr& rows, std::int64_t length) const {
+    const auto view = makers_.find(value);
+    if (view == makers_.end()) return std::nullopt;
+    if (!one_of(aten_name(view->second.target), {"view", "reshape", "flatten", "_unsafe_view"})) return std::nullopt;
+    const std::string source = graph::input_names(view->second)[0];
+    if (!(sizes(source) == std::vector<Expr>{rows, length})) return std::nullopt;
+    return source;
   }
 
   // What the export checks of a size that depended on data holds of the one that is known.

@@ -10,6 +10,7 @@ namespace ikbo::transform {
 ///   an outer product               matmul((..., M, 1), (..., 1, N)) an elementwise product
 ///   entries that a mask picks      masked_select(x, constant)       index_select at its positions, of known size
 ///   entries at known positions     x[:, constant]                   index_select
+///   writes by row and column       x[0 0 .. 1 1 .., columns] = v    scatter, whose rows are independent
 /// Products may be summed in another order. Constants that are new come as buffers.
 graph::Archive reduce_strength(const graph::Archive& archive);
 

@@ -32,6 +32,13 @@ def column(x, name="item_a"):
     return x[name].unsqueeze(-1)
 
 
+def written(values, columns, width):
+    """As DMF makes a user's row of the interaction matrix."""
+    rows = torch.arange(values.shape[0]).repeat_interleave(values.shape[1], dim=0)
+    matrix = torch.zeros(1, dtype=values.dtype).repeat(values.shape[0], width)
+    return torch.index_put(matrix, (rows, columns.flatten()), values.flatten())
+
+
 # What the original's operator becomes; nothing: it stays.
 REPLACED = {
     "a matrix times columns": ("linear", lambda m, x, f: (m.weight @ column(x)).squeeze(-1)),
@@ -49,6 +56,10 @@ REPLACED = {
     ),
     "positions": ("index_select", lambda m, x, f: f.cumsum(1)[:, m.first]),
     "positions of a table": ("index_select", lambda m, x, f: f.cumsum(1)[:, m.table[1]] + f.cumsum(1)[:, m.table[:, 0]]),
+    "writes by row and column": (
+        "scatter",
+        lambda m, x, f: written(x["user_a"], torch.argsort(x["user_b"], 1), 5) + written(x["item_a"], torch.argsort(x["item_b"], 1), 5),
+    ),
     "positions in the code": ("index_select", lambda m, x, f: f.cumsum(1)[:, [0, 3, 3]] * f.cumsum(1)[:, [1, 2, 4]]),
 }
 KEPT = {
@@ -86,8 +97,11 @@ def test_what_an_operator_becomes(tmp_path, name):
     transform(tmp_path / "m.pt2", tmp_path / "m.ikbo.pt2")
     targets = [o["target"].split(".")[-2] for o in roles(tmp_path / "m.ikbo.pt2").values()]
     assert target in targets, targets
+    if target == "scatter":
+        written_to = [o["role"] for o in roles(tmp_path / "m.ikbo.pt2").values() if "scatter" in o["target"]]
+        assert written_to == ["request-only", "candidate"], written_to
     if name in REPLACED:
-        costly = {"linear": "matmul", "bmm": "matmul", "mul": "matmul"}.get(target, "masked_select" if "mask" in name else "index")
+        costly = {"linear": "matmul", "bmm": "matmul", "mul": "matmul", "scatter": "index_put"}.get(target, "masked_select" if "mask" in name else "index")
         assert costly not in targets or name == "pairs by a mask", targets
 
 
