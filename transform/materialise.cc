@@ -58,8 +58,7 @@ std::string Rewriter::at_candidate(const std::string& name) {
       }
       break;
     case Level::kCandidate:
-      if (value.node != nullptr && value.parts && !value.parts->join && mode_ == Mode::kIkbo &&
-          !joins_for_less(*value.node, *value.parts)) {
+      if (value.node != nullptr && value.parts && !value.parts->join && mode_ == Mode::kIkbo) {
         clone(*value.node, Where::kCandidate, Role::kCandidate);
         made = values_.at(name).at_candidate;
       } else if (value.parts) {

@@ -400,15 +400,13 @@ std::string Rewriter::join_parts(const std::string& name, const Parts& parts) {
     if (!inner) fail("internal error: '{}' does not show its batch", name);
     batch = {static_cast<int>(i), *inner};
   }
-  const auto together = broadcast_together(parts, meta, batch);
   std::vector<std::string> values;
   for (const Piece& piece : parts.pieces) {
     std::vector<Expr> full = parts.shape;
     full[d] = piece.extent;
     std::string sum;
     for (const Term& term : piece.terms) {
-      const auto copied = together.find(term.value);
-      const std::string value = copied != together.end() ? copied->second : at_candidate(term, meta, batch);
+      const std::string value = at_candidate(term, meta, batch);
       if (sum.empty() && term.sign == 1) {
         sum = value;
         continue;

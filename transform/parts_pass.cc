@@ -10,7 +10,6 @@ namespace ikbo::transform {
 using graph::Argument;
 using graph::Expr;
 using graph::Node;
-using graph::Role;
 using graph::TensorArg;
 
 namespace {
@@ -381,49 +380,6 @@ std::string Rewriter::apply_to_pieces(const Node& node, const std::map<std::stri
   meta.strides = graph::contiguous_strides(meta.sizes);
   meta.storage_offset = 0;
   return builder_.emit(node.target, std::move(inputs), node.name + "_part", std::move(meta), role_of(where), &node);
-}
-
-// Whole rows of the user that stand in several pieces: one copy of all of them, and what shows each. By their names at
-// the user batch; nothing where there is just one.
-std::map<std::string, std::string> Rewriter::broadcast_together(const Parts& parts, const graph::TensorMeta& original,
-                                                                const Batch& batch) {
-  std::vector<std::string> values;
-  std::vector<std::int64_t> extents;
-  for (const Piece& piece : parts.pieces) {
-    const auto extent = piece.extent.as_integer();
-    for (const Term& term : piece.terms) {
-      std::vector<Expr> full = parts.shape;
-      full[static_cast<std::size_t>(parts.dim)] = piece.extent;
-      if (term.where != Where::kUser || !extent || !(term.sizes == full)) continue;
-      if (std::find(values.begin(), values.end(), term.value) != values.end()) continue;
-      values.push_back(term.value);
-      extents.push_back(*extent);
-    }
-  }
-  if (mode_ != Mode::kIkbo || values.size() < 2 || !batch.inner.is_integer(1)) return {};
-  graph::TensorMeta meta = original;
-  meta.sizes = parts.shape;
-  std::int64_t width = 0;
-  for (const std::int64_t extent : extents) width += extent;
-  meta.sizes[static_cast<std::size_t>(parts.dim)] = width;
-  const std::string all = broadcast(builder_.cat(values, parts.dim, Role::kRequestOnly), batch, meta);
-  std::map<std::string, std::string> copied;
-  std::int64_t from = 0;
-  for (std::size_t i = 0; i < values.size(); ++i) {
-    copied[values[i]] = builder_.slice(all, parts.dim, from, from + extents[i], Role::kReplicated);
-    from += extents[i];
-  }
-  return copied;
-}
-
-// Rows of the user in several places of a concatenation: one copy of all of them costs less than one of each.
-bool Rewriter::joins_for_less(const Node& node, const Parts& parts) const {
-  if (!one_of(aten_name(node.target), {"cat", "concat", "concatenate", "stack"})) return false;
-  const auto whole = [&](const Piece& piece) {
-    return piece.terms[0].where == Where::kUser &&
-           piece.terms[0].sizes[static_cast<std::size_t>(parts.dim)] == piece.extent;
-  };
-  return single_terms(parts) && std::count_if(parts.pieces.begin(), parts.pieces.end(), whole) >= 2;
 }
 
 // A term where the candidates are.

@@ -123,9 +123,6 @@ class Rewriter {
   void merge_neighbours(Parts& parts);
   std::string apply_to_pieces(const graph::Node& node, const std::map<std::string, std::string>& operands, Where where,
                               const std::vector<graph::Expr>& sizes);
-  std::map<std::string, std::string> broadcast_together(const Parts& parts, const graph::TensorMeta& original,
-                                                        const Batch& batch);
-  bool joins_for_less(const graph::Node& node, const Parts& parts) const;
   std::string at_candidate(const Term& term, const graph::TensorMeta& original, const Batch& batch);
 
   // products.cc: products with a weight that all rows share
