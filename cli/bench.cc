@@ -161,6 +161,7 @@ void add_bench(CLI::App& app, Action& action) {
       "Example:\n  ikbo bench model ranker.pt2 --request-only 'user_*,hist_*' --requests requests.json");
   sub->add_option("archive", command->archive, "Original archive")->required();
   sub->add_option("--request-only", command->options.request_only, "As for `ikbo transform`")->required();
+  sub->add_option("--index", command->options.index, "As for `ikbo transform`");
   auto* requests =
       sub->add_option("--requests", command->options.requests, "Request file (JSON); default: random inputs");
   sub->add_option("--users", command->options.users, "Users in a call of random inputs")

@@ -160,6 +160,7 @@ class Bench {
       transform::Options request;
       request.mode = mode;
       request.request_only = options_.request_only;
+      request.index = options_.index;
       say("transforming (" + transform::mode_name(mode) + ")");
       const transform::Result transformed = transform::transform(original_, request);
       Contestant contestant;

@@ -15,6 +15,7 @@ namespace ikbo::cli {
 
 struct BenchOptions {
   std::vector<std::string> request_only;
+  std::string index;
   std::string requests;          // file; empty: random inputs
   std::string device = "cpu";    // as runtime::open_device takes it
   std::int64_t users = 15;       // random inputs

@@ -18,6 +18,7 @@ using graph::Json;
 struct TransformOptions {
   std::string archive;
   std::vector<std::string> request_only;
+  std::string index;
   std::string output;
   std::string mode = "ikbo";
   std::int64_t max_users = 0;
@@ -89,6 +90,7 @@ int run(const TransformOptions& options) {
   transform::Options request;
   request.mode = transform::parse_mode(options.mode);
   request.request_only = options.request_only;
+  request.index = options.index;
   if (options.max_users > 0) request.max_users = options.max_users;
   if (options.max_candidates > 0) request.max_candidates = options.max_candidates;
   const std::filesystem::path output =
@@ -140,6 +142,9 @@ void add_transform(CLI::App& app, Action& action) {
                    "Inputs that belong to the request: names or patterns as `ikbo inspect` shows them (user_*), or\n"
                    "columns of a packed input (X[:,0:17]); several by commas")
       ->required();
+  command->add_option("--index", options->index,
+                      "For a model that looks up request-only rows by an input of its own (x[index]): that input. The\n"
+                      "result takes it in place of candidate_to_user");
   command->add_option("-o,--output", options->output, "Where to write it; default: the archive's name with .ikbo.pt2");
   command
       ->add_option("--mode", options->mode,

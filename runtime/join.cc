@@ -2,6 +2,7 @@
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
 #include <ATen/ops/stack.h>
+#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <limits>
@@ -79,6 +80,23 @@ at::Tensor make_index(const RequestInput& input, const std::vector<const Request
   return index.to(graph::scalar_type(input.dtype));
 }
 
+// A packed matrix put together again: the user's ranges in order, the candidate's columns in between.
+at::Tensor unpacked(const graph::PackedInput& packed, const at::Tensor& user_part, const at::Tensor& candidate_part) {
+  std::vector<at::Tensor> parts;
+  std::int64_t from_user = 0;
+  std::int64_t from_candidate = 0;
+  std::int64_t column = 0;
+  for (const auto& [begin, end] : packed.user_columns) {
+    parts.push_back(candidate_part.narrow(1, from_candidate, begin - column));
+    from_candidate += begin - column;
+    parts.push_back(user_part.narrow(1, from_user, end - begin));
+    from_user += end - begin;
+    column = end;
+  }
+  parts.push_back(candidate_part.narrow(1, from_candidate, packed.columns - column));
+  return at::cat(parts, 1);
+}
+
 }  // namespace
 
 Batch join_requests(const RequestLayout& layout, std::span<const Request> requests) {
@@ -101,49 +119,68 @@ Batch join_requests(const RequestLayout& layout, std::span<const Request> reques
   return batch;
 }
 
-std::vector<at::Tensor> broadcast_inputs(const graph::Program& original, const graph::Specification& specification,
+std::vector<OriginalCall> original_calls(const graph::Program& original, const graph::Specification& specification,
                                          const RequestLayout& layout, std::span<const at::Tensor> inputs) {
   at::Tensor index;
+  std::string index_value;
   std::map<std::string, std::size_t> position;
   for (std::size_t i = 0; i < layout.inputs().size(); ++i) {
     position[layout.inputs()[i].value] = i;
-    if (layout.inputs()[i].side == Side::kIndex) index = inputs[i].to(at::kLong);
+    if (layout.inputs()[i].side != Side::kIndex) continue;
+    index = inputs[i].to(at::kLong);
+    index_value = layout.inputs()[i].value;
   }
   if (!index.defined()) fail("the transformed archive has no input candidate_to_user");
-  const auto rows = [&](const std::string& value) {
+  const std::vector<graph::UserInput> originals = graph::user_inputs(original);
+  const graph::Expr batch = graph::Expr::symbol(specification.candidate_symbol);
+  const bool own_index = std::any_of(originals.begin(), originals.end(),
+                                     [&](const graph::UserInput& input) { return input.value == index_value; });
+  // Where the original has the rows of users, not of candidates: one of them, or all for its own index to choose from.
+  const auto leading = [&](const std::string& value) -> graph::Expr {
+    const auto meta = original.graph.tensors.find(value);
+    return meta == original.graph.tensors.end() || meta->second.sizes.empty() ? batch : meta->second.sizes[0];
+  };
+  const auto side_of = [&](const std::string& value) {
     const auto found = position.find(value);
     if (found == position.end()) fail("the transformed archive has no input '{}'", value);
-    const at::Tensor& tensor = inputs[found->second];
-    const Side side = layout.inputs()[found->second].side;
-    return side == Side::kRequestOnly ? tensor.index_select(0, index) : tensor;
+    return layout.inputs()[found->second].side;
   };
-  std::vector<at::Tensor> result;
-  for (const graph::UserInput& user : graph::user_inputs(original)) {
-    const auto packed = std::find_if(
-        specification.packed.begin(), specification.packed.end(),
-        [&](const graph::PackedInput& p) { return p.name == user.name || p.candidate_value == user.value; });
-    if (packed == specification.packed.end()) {
-      result.push_back(rows(user.value));
-      continue;
+  // Rows for the candidates of one user, or of all where `user` is negative.
+  const auto rows = [&](const std::string& value, std::int64_t user, const at::Tensor& candidates) {
+    const Side side = side_of(value);
+    const at::Tensor& tensor = inputs[position.at(value)];
+    if (side == Side::kRequestOnly) {
+      const graph::Expr first = leading(value);
+      if (own_index && !(first == batch)) return tensor;
+      if (user >= 0 && first.is_integer(1)) return tensor.narrow(0, user, 1);
+      return tensor.index_select(0, candidates.defined() ? index.index_select(0, candidates) : index);
     }
-    // Columns go back to where they were: the user's ranges in order, the candidate's in between.
-    const at::Tensor user_part = rows(packed->user_value);
-    const at::Tensor candidate_part = rows(packed->candidate_value);
-    std::vector<at::Tensor> parts;
-    std::int64_t from_user = 0;
-    std::int64_t from_candidate = 0;
-    std::int64_t column = 0;
-    for (const auto& [begin, end] : packed->user_columns) {
-      parts.push_back(candidate_part.narrow(1, from_candidate, begin - column));
-      from_candidate += begin - column;
-      parts.push_back(user_part.narrow(1, from_user, end - begin));
-      from_user += end - begin;
-      column = end;
+    return side == Side::kCandidate && candidates.defined() ? tensor.index_select(0, candidates) : tensor;
+  };
+  const auto call = [&](std::int64_t user, const at::Tensor& candidates) {
+    OriginalCall made;
+    made.candidates = candidates;
+    for (const graph::UserInput& input : originals) {
+      const auto packed = std::find_if(
+          specification.packed.begin(), specification.packed.end(),
+          [&](const graph::PackedInput& p) { return p.name == input.name || p.candidate_value == input.value; });
+      made.inputs.push_back(packed == specification.packed.end()
+                                ? rows(input.value, user, candidates)
+                                : unpacked(*packed, rows(packed->user_value, user, candidates),
+                                           rows(packed->candidate_value, user, candidates)));
     }
-    parts.push_back(candidate_part.narrow(1, from_candidate, packed->columns - column));
-    result.push_back(at::cat(parts, 1));
-  }
-  return result;
+    return made;
+  };
+  const bool one_user = std::any_of(originals.begin(), originals.end(), [&](const graph::UserInput& input) {
+    return position.contains(input.value) && side_of(input.value) == Side::kRequestOnly &&
+           leading(input.value).is_integer(1);
+  });
+  if (!one_user) return {call(-1, at::Tensor())};
+  std::map<std::int64_t, std::vector<std::int64_t>> of_user;
+  for (std::int64_t i = 0; i < index.numel(); ++i) of_user[index[i].item<std::int64_t>()].push_back(i);
+  std::vector<OriginalCall> calls;
+  for (const auto& [user, candidates] : of_user) calls.push_back(call(user, at::tensor(candidates, at::kLong)));
+  return calls;
 }
 
 }  // namespace ikbo::runtime

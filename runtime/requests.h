@@ -73,9 +73,16 @@ struct Batch {
 };
 Batch join_requests(const RequestLayout& layout, std::span<const Request> requests);
 
-/// The same call for the original model: every request-only row copied to each of its user's candidates. `inputs` are
-/// those of the transformed archive.
-std::vector<at::Tensor> broadcast_inputs(const graph::Program& original, const graph::Specification& specification,
+/// A call of the original model. A model that spreads one user's row over its candidates by itself is called once a
+/// user, with `candidates` (int64) saying which ones; others once for all of them, with `candidates` undefined.
+struct OriginalCall {
+  std::vector<at::Tensor> inputs;
+  at::Tensor candidates;
+};
+
+/// The same rows for the original model: every request-only row copied to each of its user's candidates, unless the
+/// model does so itself. `inputs` are those of the transformed archive.
+std::vector<OriginalCall> original_calls(const graph::Program& original, const graph::Specification& specification,
                                          const RequestLayout& layout, std::span<const at::Tensor> inputs);
 
 }  // namespace ikbo::runtime

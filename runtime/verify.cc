@@ -4,6 +4,7 @@
 #include <ATen/TensorOperators.h>
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/where.h>
+#include <ATen/ops/zeros.h>
 #include <ATen/ops/zeros_like.h>
 #include <c10/core/InferenceMode.h>
 
@@ -181,13 +182,53 @@ class Verifier {
     return outputs;
   }
 
-  Tensors original_inputs(const Tensors& inputs) const {
-    return broadcast_inputs(original_archive_.program, specification_, random_.layout(), inputs);
+  std::vector<OriginalCall> calls(const Tensors& inputs) const {
+    return original_calls(original_archive_.program, specification_, random_.layout(), inputs);
+  }
+
+  // The scores of all calls, each candidate's where it stands.
+  Tensors run(const Engine& engine, const std::vector<OriginalCall>& calls) const {
+    if (!calls.front().candidates.defined()) return run(engine, calls.front().inputs);
+    std::int64_t candidates = 0;
+    for (const OriginalCall& call : calls) candidates += call.candidates.numel();
+    Tensors outputs;
+    for (const OriginalCall& call : calls) {
+      Tensors part = run(engine, call.inputs);
+      for (std::size_t o = 0; o < part.size(); ++o) {
+        const std::int64_t axis = o < names_.size() ? candidate_axis(names_[o]) : -1;
+        // A model that squeezes its batch away does so where a user has one candidate.
+        if (axis >= 0 && call.candidates.numel() == 1 && part[o].dim() < rank_of(names_[o])) {
+          part[o] = part[o].unsqueeze(axis);
+        }
+        if (&call == &calls.front()) {
+          std::vector<std::int64_t> sizes = part[o].sizes().vec();
+          if (axis >= 0 && axis < part[o].dim()) sizes[static_cast<std::size_t>(axis)] = candidates;
+          outputs.push_back(axis >= 0 ? at::zeros(sizes, part[o].options()) : part[o]);
+        }
+        if (axis >= 0) outputs[o].index_copy_(axis, call.candidates, part[o]);
+      }
+    }
+    return outputs;
+  }
+
+  // Where an output has a row for every candidate; -1: nowhere.
+  std::int64_t candidate_axis(const std::string& output) const {
+    const auto meta = original_archive_.program.graph.tensors.find(output);
+    if (meta == original_archive_.program.graph.tensors.end()) return -1;
+    const auto& sizes = meta->second.sizes;
+    const auto found = std::find_if(sizes.begin(), sizes.end(), [&](const graph::Expr& e) {
+      return e.depends_on(specification_.candidate_symbol);
+    });
+    return found == sizes.end() ? -1 : found - sizes.begin();
+  }
+
+  std::int64_t rank_of(const std::string& output) const {
+    return static_cast<std::int64_t>(original_archive_.program.graph.tensors.at(output).sizes.size());
   }
 
   // The same inputs give the original the same scores again.
   bool repeats(const Tensors& base, const Case& main) const {
-    const Tensors again = run(*original_, original_inputs(main.inputs));
+    const Tensors again = run(*original_, calls(main.inputs));
     for (std::size_t o = 0; o < base.size(); ++o) {
       if (largest_difference(base[o], again[o]) > 1e-6 * largest_value(base[o])) return false;
     }
@@ -196,11 +237,11 @@ class Verifier {
 
   // A model whose score ignores the user passes any comparison; so both sides must move it first.
   void check_alive(const Case& main) {
-    Tensors base = run(*original_, original_inputs(main.inputs));
+    Tensors base = run(*original_, calls(main.inputs));
     if (!repeats(base, main)) {
       // The transformed program draws as many numbers as the original in the same order: with one seed, the same ones.
       draws_ = true;
-      base = run(*original_, original_inputs(main.inputs));
+      base = run(*original_, calls(main.inputs));
       if (!repeats(base, main)) fail("the original gives other scores for the same inputs, whatever the seed");
       result_.float64 = false;
       result_.why_not_float64 = "it draws random numbers, and others in float64";
@@ -220,14 +261,14 @@ class Verifier {
           // Open sizes of a request file may differ from drawn ones: reversed rows move the score as well.
           inputs[i] = other[i].sizes() == inputs[i].sizes() ? other[i] : inputs[i].flip({0});
         }
-        const Tensors outputs = run(*original_, original_inputs(inputs));
+        const Tensors outputs = run(*original_, calls(inputs));
         for (std::size_t o = 0; o < base.size(); ++o) moved = moved || largest_difference(base[o], outputs[o]) > 0;
       }
       (user ? result_.user_inputs_move_scores : result_.candidate_inputs_move_scores) = moved;
     }
   }
 
-  Tensors reference_outputs(const Tensors& inputs) {
+  Tensors reference_outputs(const std::vector<OriginalCall>& inputs) {
     if (!reference_) return {};
     try {
       return run(*reference_, inputs);
@@ -240,7 +281,7 @@ class Verifier {
   }
 
   void measure(const Case& c, std::vector<Measured>& measured) {
-    const Tensors broadcast = original_inputs(c.inputs);
+    const std::vector<OriginalCall> broadcast = calls(c.inputs);
     Tensors original;
     try {
       original = run(*original_, broadcast);

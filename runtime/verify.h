@@ -56,7 +56,8 @@ struct VerifyResult {
 
 /// Shows that transformed(user rows, candidate rows, index) equals original(user rows[index], candidate rows) within
 /// rounding: the transformed model's error against the original in float64 may be at most twice the original's own,
-/// plus a few units in the last place of the scores' range. Where the original cannot run in float64, 1e-5 of that
+/// plus a few units in the last place of the scores' range. A model that spreads one user's row by itself is run once a
+/// user, on that user's candidates. Where the original cannot run in float64, 1e-5 of that
 /// range. Throws ikbo::Error where either cannot run at all.
 VerifyResult verify(const graph::Archive& original, const graph::Archive& transformed, const VerifyOptions& options);
 

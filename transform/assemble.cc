@@ -216,7 +216,7 @@ void Assembly::sign(const graph::Archive& source, Builder& builder, Result& resu
     }
   }
   for (const graph::PackedInput& p : packed) graph::append_user_input(program, p.user_value);
-  graph::append_user_input(program, index);
+  if (!own_index) graph::append_user_input(program, index);
 }
 
 // Guards are what module() checks of a call's sizes. Those on batch sizes are made anew for two batches; those that do
@@ -285,7 +285,7 @@ void Assembly::sample(const graph::Archive& source, Result& result) {
   for (const graph::UserInput& input : graph::user_inputs(program)) {
     const auto& meta = program.graph.tensors.at(input.value);
     if (input.value == index) {
-      result.archive.sample_inputs.push_back(at::arange(candidates, at::kInt).remainder(users));
+      result.archive.sample_inputs.push_back(at::arange(candidates, graph::scalar_type(meta.dtype)).remainder(users));
       continue;
     }
     const bool batched = !meta.sizes.empty();
@@ -317,7 +317,7 @@ void Assembly::specify(const Builder& builder, Result& result) {
   for (const graph::PackedInput& p : packed) sides[p.user_value] = Side::kRequestOnly;
   sides[index] = Side::kIndex;
   std::string user_source;
-  std::map<std::string, std::string> symbol_sources{{candidate_symbol, "candidate_to_user.size(0)"}};
+  std::map<std::string, std::string> symbol_sources{{candidate_symbol, index + ".size(0)"}};
   for (const graph::UserInput& input : graph::user_inputs(program)) {
     spec.inputs.push_back({input.value, input.name, input.path, sides.at(input.value)});
     const auto& sizes = program.graph.tensors.at(input.value).sizes;

@@ -168,13 +168,31 @@ TensorMeta contiguous(const TensorMeta& like, std::vector<Expr> sizes) {
 
 std::string Builder::reshape(const std::string& value, const std::vector<Expr>& new_sizes, Role role) {
   if (meta(value).sizes == new_sizes) return value;
+  const auto view = reshaped_.find(value);
+  const std::string source = view == reshaped_.end() ? value : view->second;
+  if (meta(source).sizes == new_sizes) return source;
   Argument shape = sizes(new_sizes);
-  return emit("torch.ops.aten.reshape.default", {{"self", TensorArg{value}, 1}, {"shape", std::move(shape), 1}},
-              value + "_reshape", contiguous(meta(value), new_sizes), role);
+  std::string made =
+      emit("torch.ops.aten.reshape.default", {{"self", TensorArg{source}, 1}, {"shape", std::move(shape), 1}},
+           source + "_reshape", contiguous(meta(source), new_sizes), role);
+  reshaped_[made] = source;
+  return made;
 }
 
 std::string Builder::cat(const std::vector<std::string>& values, int dim, Role role) {
   if (values.size() == 1) return values[0];
+  const auto first = slices_.find(values[0]);
+  if (first != slices_.end() && first->second.dim == dim) {
+    std::int64_t to = first->second.to;
+    bool neighbours = true;
+    for (std::size_t i = 1; i < values.size(); ++i) {
+      const auto next = slices_.find(values[i]);
+      neighbours = neighbours && next != slices_.end() && next->second.source == first->second.source &&
+                   next->second.dim == dim && next->second.from == to;
+      if (neighbours) to = next->second.to;
+    }
+    if (neighbours) return slice(first->second.source, dim, first->second.from, to, role);
+  }
   std::string& made = cats_[{dim, values}];
   if (!made.empty()) return made;
   std::vector<Expr> new_sizes = meta(values[0]).sizes;
@@ -189,13 +207,20 @@ std::string Builder::cat(const std::vector<std::string>& values, int dim, Role r
 }
 
 std::string Builder::slice(const std::string& value, int dim, std::int64_t from, std::int64_t to, Role role) {
+  if (const auto it = slices_.find(value); it != slices_.end() && it->second.dim == dim) {
+    const Slice outer = it->second;
+    return slice(outer.source, dim, outer.from + from, outer.from + to, role);
+  }
   TensorMeta result = meta(value);
   if (from == 0 && result.sizes[static_cast<std::size_t>(dim)].is_integer(to)) return value;
   result.storage_offset = result.storage_offset + result.strides[static_cast<std::size_t>(dim)] * Expr(from);
   result.sizes[static_cast<std::size_t>(dim)] = to - from;
-  return emit("torch.ops.aten.slice.Tensor",
-              {{"self", TensorArg{value}, 1}, {"dim", std::int64_t{dim}, 1}, {"start", from, 1}, {"end", to, 1}},
-              value + "_slice", std::move(result), role);
+  std::string made =
+      emit("torch.ops.aten.slice.Tensor",
+           {{"self", TensorArg{value}, 1}, {"dim", std::int64_t{dim}, 1}, {"start", from, 1}, {"end", to, 1}},
+           value + "_slice", std::move(result), role);
+  slices_[made] = {value, dim, from, to};
+  return made;
 }
 
 std::string Builder::expand(const std::string& value, const std::vector<Expr>& new_sizes, Role role) {

@@ -53,7 +53,8 @@ class Builder {
   /// Appends a node as it is.
   void append(graph::Node node, graph::Role role, std::string note = {});
 
-  // ATen operators that the rewrites insert. Sizes are those of the new program.
+  // ATen operators that the rewrites insert. Sizes are those of the new program. A view of a view is one of what the
+  // first one shows; neighbouring slices put together are one slice.
   std::string reshape(const std::string& value, const std::vector<graph::Expr>& sizes, graph::Role role);
   std::string cat(const std::vector<std::string>& values, int dim, graph::Role role);  // the same one is made once
   std::string slice(const std::string& value, int dim, std::int64_t from, std::int64_t to, graph::Role role);
@@ -85,6 +86,14 @@ class Builder {
   std::map<std::string, std::pair<std::string, int>> anchors_;
   std::map<std::string, std::string> size_values_;  // srepr -> value
   std::map<std::pair<int, std::vector<std::string>>, std::string> cats_;
+  std::map<std::string, std::string> reshaped_;  // value -> what it is a reshape of
+  struct Slice {
+    std::string source;
+    int dim = 0;
+    std::int64_t from = 0;
+    std::int64_t to = 0;
+  };
+  std::map<std::string, Slice> slices_;
   std::map<std::string, graph::Role> roles_;  // by node name
   std::map<std::string, std::string> notes_;
   std::vector<NewParameter> parameters_;

@@ -76,6 +76,14 @@ bool matches(const std::string& pattern, const UserInput& input) {
   return fnmatch(pattern.c_str(), input.name.c_str(), 0) == 0 || fnmatch(pattern.c_str(), input.value.c_str(), 0) == 0;
 }
 
+// The symbol of an input's first dimension; empty where that dimension is fixed.
+std::string leading_symbol(const graph::TensorMeta& meta) {
+  if (meta.sizes.empty()) return {};
+  const auto symbols = meta.sizes[0].symbols();
+  if (symbols.size() == 1 && meta.sizes[0] == graph::Expr::symbol(*symbols.begin())) return *symbols.begin();
+  return {};
+}
+
 }  // namespace
 
 RequestOnly select_request_only(const graph::Program& program, const std::vector<UserInput>& inputs,
@@ -135,6 +143,92 @@ RequestOnly select_request_only(const graph::Program& program, const std::vector
     }
   }
   return selected;
+}
+
+InputSides sides_of(const graph::Program& program, const std::vector<UserInput>& inputs,
+                    const RequestOnly& request_only, const std::string& index) {
+  InputSides sides;
+  const auto meta_of = [&](const UserInput& input) -> const graph::TensorMeta& {
+    return program.graph.tensors.at(input.value);
+  };
+  const auto marked = [&](const UserInput& input) {
+    return request_only.whole.contains(input.value) || request_only.columns.contains(input.value);
+  };
+  std::string index_symbol;
+  if (!index.empty()) {
+    const auto found =
+        std::find_if(inputs.begin(), inputs.end(), [&](const UserInput& i) { return matches(index, i); });
+    if (found == inputs.end())
+      fail("--index '{}' matches no input; the inputs are:{}", index, list_inputs(program, inputs));
+    const graph::TensorMeta& meta = meta_of(*found);
+    index_symbol = leading_symbol(meta);
+    const bool integers = meta.dtype == graph::DType::kInt64 || meta.dtype == graph::DType::kInt32;
+    if (marked(*found) || index_symbol.empty() || meta.sizes.size() != 1 || !integers) {
+      fail(
+          "--index '{}' is {}: it must be a vector of int32 or int64 with one entry a candidate (a dynamic batch), and "
+          "not "
+          "request-only",
+          found->name, graph::describe(meta));
+    }
+    sides.index = found->value;
+  }
+  // Frozen batches say nothing where no input has a dynamic one: an export of a single example.
+  const bool any_batch = std::any_of(inputs.begin(), inputs.end(), [&](const UserInput& input) {
+    return !request_only.whole.contains(input.value) && input.value != sides.index &&
+           !leading_symbol(meta_of(input)).empty();
+  });
+  for (const UserInput& input : inputs) {
+    const graph::TensorMeta& meta = meta_of(input);
+    const std::string symbol = leading_symbol(meta);
+    graph::InputEntry entry{input.value, input.name, input.path, graph::Side::kShared};
+    if (input.value == sides.index) {
+      entry.side = graph::Side::kIndex;
+    } else if (symbol.empty() && marked(input)) {
+      const bool one = request_only.whole.contains(input.value) && !meta.sizes.empty() && meta.sizes[0].is_integer(1);
+      if (!one || !any_batch || !index.empty()) {
+        fail(
+            "request-only input '{}' is {}: its first dimension is not a dynamic batch. Export the model with a "
+            "dynamic "
+            "batch (torch.export.Dim) in the first dimension of every batched input, and an example batch of at least "
+            "2{}",
+            input.name, graph::describe(meta),
+            one || !any_batch ? "" : "; or, if the model broadcasts one user's row itself, with a batch of 1");
+      }
+      entry.side = graph::Side::kRequestOnly;
+      sides.single.insert(input.value);
+    } else if (!symbol.empty()) {
+      entry.side = request_only.whole.contains(input.value) ? graph::Side::kRequestOnly : graph::Side::kCandidate;
+      if (entry.side == graph::Side::kCandidate && sides.candidate_symbol.empty()) sides.candidate_symbol = symbol;
+    }
+    if (!symbol.empty() && std::find(sides.symbols.begin(), sides.symbols.end(), symbol) == sides.symbols.end()) {
+      sides.symbols.push_back(symbol);
+    }
+    sides.inputs.push_back(entry);
+  }
+  if (!any_batch) {
+    fail("every batched input is marked request-only: no input is left that differs from candidate to candidate");
+  }
+  if (!sides.index.empty()) {
+    for (const UserInput& input : inputs) {
+      const std::string symbol = leading_symbol(meta_of(input));
+      if (marked(input) && symbol != index_symbol) sides.user_symbols.insert(symbol);
+    }
+    for (const UserInput& input : inputs) {
+      const std::string symbol = leading_symbol(meta_of(input));
+      if (!marked(input) && sides.user_symbols.contains(symbol)) {
+        fail("--index '{}': input '{}' shares the batch of request-only inputs, but is not marked request-only", index,
+             input.name);
+      }
+    }
+    if (sides.user_symbols.empty()) {
+      fail(
+          "--index '{}': request-only inputs share its batch. Export them with a batch of their own (another "
+          "torch.export.Dim), of which the index picks the rows",
+          index);
+    }
+    sides.candidate_symbol = index_symbol;
+  }
+  return sides;
 }
 
 }  // namespace ikbo::transform

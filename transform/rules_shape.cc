@@ -91,6 +91,15 @@ RuleResult t(const RuleInput& in) {
   return one({in.rank(*in.tensor("self")) == 2 ? 1 - b->axis : b->axis, b->inner});
 }
 
+// The last two dimensions exchanged.
+RuleResult matrix_transpose(const RuleInput& in) {
+  const Batch* b = in.batch_of("self");
+  if (b == nullptr) return std::nullopt;
+  const int rank = in.rank(*in.tensor("self"));
+  if (rank < 2) return std::nullopt;
+  return one({b->axis == rank - 1 ? rank - 2 : b->axis == rank - 2 ? rank - 1 : b->axis, b->inner});
+}
+
 RuleResult permute(const RuleInput& in) {
   const Batch* b = in.batch_of("self");
   const auto dims = in.integers("dims");
@@ -103,7 +112,7 @@ RuleResult permute(const RuleInput& in) {
   return std::nullopt;
 }
 
-// expand, repeat, tile. A shared operand that is repeated to the batch makes rows that are all equal.
+// expand, broadcast_to, repeat, tile. A shared operand that is repeated to the batch makes rows that are all equal.
 RuleResult expand(const RuleInput& in) {
   const std::string* self = in.tensor("self");
   if (self == nullptr || in.results().size() != 1) return std::nullopt;
@@ -232,8 +241,9 @@ void add_shape_rules(RuleTable& table) {
   table["squeeze"] = {squeeze};
   for (const char* name : {"transpose", "swapaxes", "swapdims"}) table[name] = {transpose};
   for (const char* name : {"t", "numpy_T"}) table[name] = {t};
+  table["mT"] = {matrix_transpose};
   table["permute"] = {permute};
-  for (const char* name : {"expand", "repeat"}) table[name] = {expand, true};
+  for (const char* name : {"expand", "repeat", "tile", "broadcast_to"}) table[name] = {expand, true};
   table["repeat_interleave"] = {repeat_interleave};
   table["select"] = {select};
   table["slice"] = {slice};

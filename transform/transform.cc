@@ -5,11 +5,14 @@
 
 #include "graph/error.h"
 #include "transform/assemble.h"
+#include "transform/bags.h"
 #include "transform/builder.h"
 #include "transform/functional.h"
+#include "transform/general_form.h"
 #include "transform/inputs.h"
 #include "transform/rewriter.h"
 #include "transform/simplify.h"
+#include "transform/strength.h"
 
 namespace ikbo::transform {
 namespace {
@@ -59,14 +62,6 @@ void check_understood(const Program& program) {
   }
 }
 
-// The symbol of each input's first dimension; empty where that dimension is fixed.
-std::string leading_symbol(const graph::TensorMeta& meta) {
-  if (meta.sizes.empty()) return {};
-  const auto symbols = meta.sizes[0].symbols();
-  if (symbols.size() == 1 && meta.sizes[0] == Expr::symbol(*symbols.begin())) return *symbols.begin();
-  return {};
-}
-
 void substitute(graph::Graph& graph, const std::map<std::string, Expr>& values) {
   for (auto& [name, meta] : graph.tensors) {
     for (Expr& e : meta.sizes) e = e.substitute(values);
@@ -92,6 +87,37 @@ std::string fresh_symbol(const Program& program) {
   return fmt::format("s{}", largest + 1);
 }
 
+graph::Graph general_form(const graph::Graph& original, const InputSides& sides) {
+  InnerBroadcast given{sides.candidate_symbol, sides.user_symbols, sides.single, {}, sides.index};
+  for (const graph::InputEntry& entry : sides.inputs) {
+    const bool batched = entry.side == graph::Side::kRequestOnly || entry.side == graph::Side::kCandidate;
+    if (batched && !sides.single.contains(entry.value)) given.batched.insert(entry.value);
+  }
+  return GeneralForm(original, std::move(given)).run();
+}
+
+// The input that says which user a candidate belongs to: the model's own, or a new one. Returns it as int32.
+std::string add_index(Builder& builder, const graph::Graph& original, const InputSides& sides, Assembly& assembly) {
+  graph::TensorMeta meta;
+  meta.dtype = graph::DType::kInt32;
+  meta.sizes = {Expr::symbol(assembly.candidate_symbol)};
+  meta.strides = {1};
+  for (const graph::InputEntry& entry : assembly.inputs) {
+    if (entry.side == graph::Side::kCandidate) meta.device = original.tensors.at(entry.value).device;
+  }
+  assembly.own_index = !sides.index.empty();
+  assembly.index = assembly.own_index ? sides.index : builder.fresh("candidate_to_user");
+  const graph::DType given = assembly.own_index ? original.tensors.at(sides.index).dtype : meta.dtype;
+  graph::TensorMeta input = meta;
+  input.dtype = given;
+  builder.graph.tensors.emplace(assembly.index, input);
+  builder.anchor(assembly.candidate_symbol, assembly.index, 0);
+  if (given == meta.dtype) return assembly.index;
+  return builder.emit("torch.ops.aten._to_copy.default",
+                      {{"self", TensorArg{assembly.index}, 1}, {"dtype", graph::DTypeArg{meta.dtype}, 2}},
+                      "candidate_to_user", meta, graph::Role::kConstant);
+}
+
 }  // namespace
 
 Mode parse_mode(const std::string& name) {
@@ -105,17 +131,20 @@ std::string mode_name(Mode mode) {
   return mode == Mode::kIkbo ? "ikbo" : mode == Mode::kSplit ? "split" : "broadcast";
 }
 
-Result transform(const graph::Archive& archive, const Options& options) {
-  const Program& program = archive.program;
-  if (archive.extra_files.contains(graph::Specification::kFile)) {
+Result transform(const graph::Archive& given, const Options& options) {
+  if (given.extra_files.contains(graph::Specification::kFile)) {
     fail("the archive is transformed already; transform the original again instead");
   }
-  if (needs_functional(program)) {
-    graph::Archive without = archive;
-    without.program = functional(program);
+  if (needs_functional(given.program)) {
+    graph::Archive without = given;
+    without.program = functional(given.program);
     return transform(without, options);
   }
-  check_understood(program);
+  check_understood(given.program);
+  graph::Archive archive = given;
+  archive.program.graph = even_bags(given.program.graph);
+  if (options.mode == Mode::kIkbo) archive = reduce_strength(archive);
+  const Program& program = archive.program;
   const auto inputs = graph::user_inputs(program);
   RequestOnly request_only = select_request_only(program, inputs, options.request_only);
 
@@ -123,49 +152,37 @@ Result transform(const graph::Archive& archive, const Options& options) {
   Assembly assembly;
   assembly.mode = options.mode;
 
-  // Sides, and the one batch that all batched inputs share.
-  std::vector<std::string> symbols;
-  std::size_t candidates = 0;
-  for (const graph::UserInput& input : inputs) {
-    const auto& meta = program.graph.tensors.at(input.value);
-    const std::string symbol = leading_symbol(meta);
-    const bool marked = request_only.whole.contains(input.value) || request_only.columns.contains(input.value);
-    if (symbol.empty() && marked) {
-      fail(
-          "request-only input '{}' is {}: its first dimension is not a dynamic batch. Export the model with a dynamic "
-          "batch "
-          "(torch.export.Dim) in the first dimension of every batched input, and an example batch of at least 2",
-          input.name, graph::describe(meta));
-    }
-    graph::InputEntry entry{input.value, input.name, input.path, graph::Side::kShared};
-    if (!symbol.empty()) {
-      entry.side = request_only.whole.contains(input.value) ? graph::Side::kRequestOnly : graph::Side::kCandidate;
-      candidates += entry.side == graph::Side::kCandidate ? 1 : 0;
-      if (std::find(symbols.begin(), symbols.end(), symbol) == symbols.end()) symbols.push_back(symbol);
-      if (entry.side == graph::Side::kCandidate && assembly.candidate_symbol.empty())
-        assembly.candidate_symbol = symbol;
-    }
-    assembly.inputs.push_back(entry);
-  }
-  if (candidates == 0) {
-    fail("every batched input is marked request-only: no input is left that differs from candidate to candidate");
-  }
-  if (symbols.size() > 1) {
+  const InputSides sides = sides_of(program, inputs, request_only, options.index);
+  assembly.inputs = sides.inputs;
+  assembly.candidate_symbol = sides.candidate_symbol;
+  const auto& symbols = sides.symbols;
+  if (symbols.size() > 1 && sides.index.empty()) {
     result.report.warnings.push_back(
-        fmt::format("the export has separate batch sizes ({}); they are taken as one", fmt::join(symbols, ", ")));
+        fmt::format("the export has separate batch sizes ({}); they are taken as one. If the model looks up "
+                    "request-only rows by an "
+                    "input of its own, name that input with --index",
+                    fmt::join(symbols, ", ")));
   }
   graph::Graph original = program.graph;
   std::map<std::string, Expr> unify;
   graph::Range range;
+  std::optional<std::int64_t> max_users = options.max_users;
   for (const std::string& s : symbols) {
+    const auto it = program.ranges.find(s);
+    if (sides.user_symbols.contains(s)) {
+      if (it != program.ranges.end() && it->second.max)
+        max_users = std::min(max_users.value_or(*it->second.max), *it->second.max);
+      continue;
+    }
     if (s != assembly.candidate_symbol) unify.emplace(s, Expr::symbol(assembly.candidate_symbol));
-    if (const auto it = program.ranges.find(s); it != program.ranges.end()) {
+    if (it != program.ranges.end()) {
       if (it->second.min) range.min = std::max(range.min.value_or(*it->second.min), *it->second.min);
       if (it->second.max) range.max = std::min(range.max.value_or(*it->second.max), *it->second.max);
     }
   }
   if (!unify.empty()) substitute(original, unify);
   forget_templates(original);
+  if (sides.broadcasts_inside()) original = general_form(original, sides);
   if (options.mode == Mode::kIkbo) simplify(original);
   assembly.retired_symbols.assign(symbols.begin(), symbols.end());
   assembly.user_symbol = fresh_symbol(program);
@@ -174,25 +191,15 @@ Result transform(const graph::Archive& archive, const Options& options) {
     assembly.candidate_range.max = std::min(range.max.value_or(*options.max_candidates), *options.max_candidates);
   }
   // Operators that moved to the user batch compute each row alone: one user is always enough, whatever the export says.
-  assembly.user_range = {range.min.value_or(0) == 0 ? 0 : 1, options.max_users};
+  assembly.user_range = {range.min.value_or(0) == 0 ? 0 : 1, max_users};
 
   // The new program's inputs keep their names; new ones are the index and the request-only columns of packed inputs.
   Builder builder(assembly.candidate_symbol, assembly.user_symbol);
   for (const graph::Argument& a : original.inputs) {
     for (const std::string& name : graph::value_names(a)) builder.reserve(name);
   }
-  assembly.index = builder.fresh("candidate_to_user");
-  graph::TensorMeta index;
-  index.dtype = graph::DType::kInt32;
-  index.sizes = {Expr::symbol(assembly.candidate_symbol)};
-  index.strides = {1};
-  for (const graph::InputEntry& entry : assembly.inputs) {
-    if (entry.side == graph::Side::kCandidate) index.device = original.tensors.at(entry.value).device;
-  }
-  builder.graph.tensors.emplace(assembly.index, index);
-  builder.anchor(assembly.candidate_symbol, assembly.index, 0);
-
-  Rewriter rewriter(archive, original, options.mode, builder, result.report, assembly.index);
+  const std::string index = add_index(builder, original, sides, assembly);
+  Rewriter rewriter(archive, original, options.mode, builder, result.report, index);
   for (const graph::InputSpec& spec : program.input_specs) {
     const auto* t = std::get_if<TensorArg>(&spec.value);
     if (t == nullptr || spec.kind == InputKind::kUserInput) continue;
@@ -219,7 +226,9 @@ Result transform(const graph::Archive& archive, const Options& options) {
           builder.graph.tensors.emplace(entry.value, meta);
         }
         break;
-      default:
+      case graph::Side::kIndex:  // nothing else reads it
+        continue;
+      case graph::Side::kShared:
         value.level = Level::kShared;
         value.batch.reset();
         value.at_candidate = entry.value;

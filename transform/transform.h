@@ -23,6 +23,9 @@ struct Options {
   /// What is request-only: names or shell patterns of inputs ("user_*"), full paths ("x['user_id']"), graph values
   /// ("x_user_id"), or column ranges of a packed input ("X[:,0:17]"). Several in one string are separated by commas.
   std::vector<std::string> request_only;
+  /// For a model that looks up request-only rows by an input of its own (x_user[index]): that input's name. The result
+  /// then takes what the original takes.
+  std::string index;
   std::optional<std::int64_t> max_users;
   std::optional<std::int64_t> max_candidates;
 };
@@ -55,8 +58,9 @@ struct Result {
 
 /// Rewrites an exported program whose inputs share one batch size so that request-only inputs come with one row a user:
 /// transformed(user rows, candidate rows, candidate_to_user) equals original(user rows[candidate_to_user], candidate
-/// rows). The archive is not changed; the result shares its weights' storage. Throws ikbo::Error where the input, the
-/// names or the graph do not allow it.
+/// rows). Request-only inputs may have a batch of 1 that the model expands itself: the result then equals what the
+/// original gives for each user's row and that user's candidates, put together. The archive is not changed; the result
+/// shares its weights' storage. Throws ikbo::Error where the input, the names or the graph do not allow it.
 Result transform(const graph::Archive& archive, const Options& options);
 
 }  // namespace ikbo::transform

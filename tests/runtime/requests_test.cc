@@ -59,7 +59,8 @@ TEST_F(Requests, JoinsAndSplitsInOrder) {
 TEST_F(Requests, TheOriginalGetsRepeatedRows) {
   const std::vector<Request> requests = parse_requests(valid(), model_.layout());
   const Batch batch = join_requests(model_.layout(), requests);
-  const auto inputs = broadcast_inputs(ranker_.original.program, model_.specification(), model_.layout(), batch.inputs);
+  const auto inputs =
+      original_calls(ranker_.original.program, model_.specification(), model_.layout(), batch.inputs).at(0).inputs;
   ASSERT_EQ(inputs.size(), 3U);
   EXPECT_TRUE(at::equal(inputs[0], at::tensor({3, 3, 3, 5}, at::kLong)));
   EXPECT_TRUE(at::equal(inputs[1], batch.inputs[1]));
