@@ -13,8 +13,8 @@ from pathlib import Path
 import torch
 
 
-def counts(path):
-    suites = [s for s in xml.parse(path).getroot().iter("testsuite")]
+def counts(paths):
+    suites = [s for path in paths for s in xml.parse(path).getroot().iter("testsuite")]
     total = lambda key: sum(int(s.get(key) or 0) for s in suites)  # noqa: E731
     tests, failed = total("tests"), total("failures") + total("errors")
     skipped = total("skipped") + total("disabled")
@@ -25,7 +25,9 @@ def counts(path):
 
 def main():
     reports, out, digest = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3]
-    found = {path.stem: counts(path) for path in sorted(reports.glob("*.xml"))}
+    # What several processes shared has a report each, NAME.0.xml and so on.
+    names = sorted({path.name.split(".")[0] for path in reports.glob("*.xml")})
+    found = {name: counts([*reports.glob(f"{name}.xml"), *reports.glob(f"{name}.*.xml")]) for name in names}
     if not found:
         return
     driver = subprocess.run(["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"], capture_output=True, text=True)
