@@ -439,13 +439,20 @@ std::string Rewriter::apply_to_term(const Node& node, const std::string& self, c
       inputs.push_back({a.name, TensorArg{term.value}, a.kind});
       continue;
     }
-    Argument replaced = a.value;  // the only index of a list
-    if (auto* indices = std::get_if<graph::OptionalTensorListArg>(&replaced)) {
-      for (auto& name : indices->names) name = name == self ? std::optional(term.value) : name;
-    } else if (auto* list = std::get_if<graph::TensorListArg>(&replaced); list != nullptr && list->names[0] == self) {
+    // Or it is the only index of a list. Names of both programs may be the same: a replaced one is never looked up again.
+    Argument own = a.value;
+    bool replaced = false;
+    if (auto* indices = std::get_if<graph::OptionalTensorListArg>(&own)) {
+      for (auto& name : indices->names) {
+        if (name != self) continue;
+        name = term.value;
+        replaced = true;
+      }
+    } else if (auto* list = std::get_if<graph::TensorListArg>(&own); list != nullptr && list->names[0] == self) {
       list->names = {term.value};
+      replaced = true;
     }
-    inputs.push_back({a.name, replaced == a.value ? translate(a.value, Where::kShared) : replaced, a.kind});
+    inputs.push_back({a.name, replaced ? std::move(own) : translate(a.value, Where::kShared), a.kind});
   }
   graph::TensorMeta meta = original_.tensors.at(graph::output_names(node)[0]);
   meta.sizes.clear();

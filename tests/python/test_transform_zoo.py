@@ -111,6 +111,24 @@ class Frequencies(nn.Module):
         return (torch.fft.irfft(kept, n=6, dim=1).sum(1) * x["item_a"]).sum(1)
 
 
+def test_pieces_that_are_named_like_the_value_that_they_are_pieces_of(tmp_path):
+    """Two pieces of candidates side by side become one, named `cat` like the concatenation of the original."""
+
+    class TwoTargets(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.register_buffer("table", torch.randn(11, 3))
+
+        def forward(self, x):
+            ids = torch.cat([x["user_history"], x["item_id"].unsqueeze(1), x["item_other"].unsqueeze(1)], 1)
+            return self.table[ids].sum(1)
+
+    ids = lambda *shape: torch.randint(11, shape)  # noqa: E731
+    example = {"user_history": ids(6, 5), "item_id": ids(6), "item_other": ids(6)}
+    for decompose in (True, False):
+        check(TwoTargets(), example, tmp_path, decompose=decompose)
+
+
 def test_frequencies_of_a_history(tmp_path):
     rows = {"user_history": torch.randn(8, 6, 3, dtype=torch.float64), "item_a": torch.randn(8, 3, dtype=torch.float64)}
     check(Frequencies(), rows, tmp_path, tolerance=1e-12)
