@@ -179,7 +179,12 @@ std::vector<OriginalCall> original_calls(const graph::Program& original, const g
   std::map<std::int64_t, std::vector<std::int64_t>> of_user;
   for (std::int64_t i = 0; i < index.numel(); ++i) of_user[index[i].item<std::int64_t>()].push_back(i);
   std::vector<OriginalCall> calls;
-  for (const auto& [user, candidates] : of_user) calls.push_back(call(user, at::tensor(candidates, at::kLong)));
+  const auto range = original.ranges.find(specification.candidate_symbol);
+  const auto fewest = static_cast<std::size_t>(range == original.ranges.end() ? 1 : range->second.min.value_or(1));
+  for (auto& [user, candidates] : of_user) {
+    if (candidates.size() < fewest) candidates.resize(fewest, candidates.back());
+    calls.push_back(call(user, at::tensor(candidates, at::kLong)));
+  }
   return calls;
 }
 

@@ -74,7 +74,8 @@ struct Batch {
 Batch join_requests(const RequestLayout& layout, std::span<const Request> requests);
 
 /// A call of the original model. A model that spreads one user's row over its candidates by itself is called once a
-/// user, with `candidates` (int64) saying which ones; others once for all of them, with `candidates` undefined.
+/// user, with `candidates` (int64) saying which ones; others once for all of them, with `candidates` undefined. Where a
+/// user has fewer than the original says that it takes, the last one is there several times.
 struct OriginalCall {
   std::vector<at::Tensor> inputs;
   at::Tensor candidates;

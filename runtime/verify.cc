@@ -190,7 +190,8 @@ class Verifier {
   Tensors run(const Engine& engine, const std::vector<OriginalCall>& calls) const {
     if (!calls.front().candidates.defined()) return run(engine, calls.front().inputs);
     std::int64_t candidates = 0;
-    for (const OriginalCall& call : calls) candidates += call.candidates.numel();
+    for (const OriginalCall& call : calls)
+      candidates = std::max(candidates, call.candidates.max().item<std::int64_t>() + 1);
     Tensors outputs;
     for (const OriginalCall& call : calls) {
       Tensors part = run(engine, call.inputs);
