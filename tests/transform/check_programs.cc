@@ -107,6 +107,7 @@ std::vector<at::Tensor> once_a_user(const ikbo::runtime::Engine& engine,
 }
 
 void check(const std::filesystem::path& path, Tally& tally) {
+  const int before = tally.comparisons;
   const Archive original = ikbo::graph::read_archive(path);
   const auto inputs = ikbo::graph::user_inputs(original.program);
   const bool packed = inputs.size() == 1;
@@ -128,6 +129,7 @@ void check(const std::filesystem::path& path, Tally& tally) {
       // What mixes candidates is only refused where a program spreads request-only rows itself.
       if (!(single || looked_up) || std::string(error.what()).find("internal error") != std::string::npos) throw;
       ++tally.features["refused"];
+      tally.comparisons = before;  // another mode may have replaced the operator that this one refuses
       return;
     }
     if (mode == Mode::kIkbo) {
@@ -162,8 +164,13 @@ void check(const std::filesystem::path& path, Tally& tally) {
           old_rows.push_back(at::cat({rows.at(p.user_value).index_select(0, index), rows.at(p.candidate_value)}, 1));
           continue;
         }
-        const bool copied = is_user(input.name) && !looked_up;
-        old_rows.push_back(copied ? rows.at(input.value).index_select(0, index) : rows.at(input.value));
+        at::Tensor own = rows.at(input.value);
+        if (is_user(input.name) && !looked_up) {
+          own = own.index_select(0, index);
+        } else if (is_user(input.name) && mapping.users == 1) {
+          own = at::cat({own, own});  // a squeeze would drop a single row's dimension
+        }
+        old_rows.push_back(std::move(own));
       }
       std::vector<at::Tensor> new_rows;
       for (const auto& input : new_inputs) new_rows.push_back(rows.at(input.value));
