@@ -439,7 +439,8 @@ std::string Rewriter::apply_to_term(const Node& node, const std::string& self, c
       inputs.push_back({a.name, TensorArg{term.value}, a.kind});
       continue;
     }
-    // Or it is the only index of a list. Names of both programs may be the same: a replaced one is never looked up again.
+    // Or it is the only index of a list. Names of both programs may be the same: a replaced one is never looked up
+    // again.
     Argument own = a.value;
     bool replaced = false;
     if (auto* indices = std::get_if<graph::OptionalTensorListArg>(&own)) {
