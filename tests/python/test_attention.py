@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import ikbo
+from attention_checks import attend_inputs, check_export
 from conftest import DEVICE, cpu_only
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
@@ -349,26 +350,9 @@ class Attend(torch.nn.Module):
         return ikbo.target_attention(q, k, k, candidate_to_user, kv_lengths=lengths).flatten(2)
 
 
-def attend_inputs(users, candidates, length):
-    lengths = torch.randint(length + 1, (users,), dtype=torch.int32)
-    index = torch.randint(users, (candidates,), dtype=torch.int32)
-    return torch.randn(candidates, 3, 2, 4), torch.randn(users, length, 4), lengths, index
-
-
 @pytest.mark.parametrize("example", [(4, 9, 6), (5, 5, 5)], ids=str)
 def test_export_with_two_batch_sizes(example, tmp_path):
-    users, candidates, length = (torch.export.Dim(name, min=0) for name in ("users", "candidates", "length"))
-    model = Attend().eval()
-    program = torch.export.export(
-        model, attend_inputs(*example),
-        dynamic_shapes={"q": {0: candidates}, "history": {0: users, 1: length}, "lengths": {0: users},
-                        "candidate_to_user": {0: candidates}},
-    )  # fmt: skip
-    torch.export.save(program, tmp_path / "attend.pt2")
-    loaded = torch.export.load(tmp_path / "attend.pt2").module()
-    for sizes in [(4, 9, 6), (9, 4, 2), (6, 6, 6), (1, 1, 1), (2, 3, 40)]:
-        given = attend_inputs(*sizes)
-        assert torch.equal(loaded(*given), model(*given))
+    check_export(Attend().eval(), example, tmp_path / "attend.pt2")
 
 
 def test_compile_in_training():
