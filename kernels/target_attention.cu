@@ -35,7 +35,7 @@ int64_t rows_of_candidate(const TargetAttentionProblem& p) {
   return p.seeds * group_of(p);
 }
 
-int64_t most_tiles(const TargetAttentionProblem& p) {
+int64_t most_tiles(const TargetAttentionProblem& p, int64_t tile_rows) {
   // Runs of rows, each of which may end in a partial tile.
   int64_t runs = std::min(p.candidates, p.users + 1);
   int64_t rows = p.candidates * rows_of_candidate(p);
@@ -44,7 +44,7 @@ int64_t most_tiles(const TargetAttentionProblem& p) {
     runs += packed ? p.users + 2 : 2 * p.users;  // histories, and what belongs to none
     rows += (packed ? 1 : p.users) * p.length * group_of(p);
   }
-  return (rows / kTileRows + runs) * p.kv_heads;
+  return (rows / tile_rows + runs) * p.kv_heads;
 }
 
 // Bytes needed; the sections of `workspace`, where one is given.
@@ -64,7 +64,7 @@ size_t lay_out(const TargetAttentionProblem& p, void* base, AttentionWorkspace* 
   reserve(w.cursor, p.users + 1);
   reserve(w.tile_begin, p.users + 1);
   reserve(w.order, p.candidates);
-  reserve(w.tiles, most_tiles(p));
+  reserve(w.tiles, most_tiles(p, kHalfRows));
   return end;
 }
 
@@ -94,7 +94,7 @@ void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   static_assert(kBytes <= 227 * 1024, "the memory of a CTA fits a multiprocessor");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes)),
         "cannot have the shared memory");
-  const auto ctas = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most_tiles(p)));
+  const auto ctas = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most_tiles(p, params.tile_rows)));
   // It begins while the set-up runs, and waits for its end before it reads anything.
   cudaLaunchAttribute attribute{};
   attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -148,7 +148,7 @@ bool target_attention_supported(const TargetAttentionProblem& p) {
       p.self_q == nullptr || (p.length * group_of(p) < kMost && users * p.length * p.q_heads < 2 * kMost);
   return (fp32 || suits_unit) && self_counts && p.head_dim <= 256 && p.length <= kMost && p.users < kMost &&
          p.candidates < kMost && p.candidates * rows_of_candidate(p) < kMost &&
-         p.candidates * p.seeds * p.q_heads < 2 * kMost && most_tiles(p) < kMost;
+         p.candidates * p.seeds * p.q_heads < 2 * kMost && most_tiles(p, kHalfRows) < kMost;
 }
 
 size_t target_attention_workspace_bytes(const TargetAttentionProblem& problem) {
@@ -163,7 +163,8 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
     throw std::invalid_argument(
         "target_attention: type, strides or sizes do not suit it: see target_attention_supported");
   }
-  if ((problem.candidates * problem.seeds == 0 && problem.self_q == nullptr) || most_tiles(problem) == 0) return;
+  if ((problem.candidates * problem.seeds == 0 && problem.self_q == nullptr) || most_tiles(problem, kTileRows) == 0)
+    return;
   AttentionParams params{};
   const size_t needed = lay_out(problem, workspace, &params.workspace);
   if (workspace == nullptr || reinterpret_cast<uintptr_t>(workspace) % kSectionAlignment != 0) {
@@ -201,9 +202,11 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
   check(cudaGetDevice(&device), "no current device");
   check(cudaDeviceGetAttribute(&multiprocessors, cudaDevAttrMultiProcessorCount, device),
         "cannot count multiprocessors");
+  const bool spreads = problem.type != ScalarType::kFloat32 && most_tiles(problem, kHalfRows) <= multiprocessors;
+  params.tile_rows = spreads ? kHalfRows : kTileRows;
   if (problem.type == ScalarType::kFloat32) {
     set_up_attention(params, multiprocessors, stream);
-    launch_attention_fp32(params, most_tiles(problem), multiprocessors, stream);
+    launch_attention_fp32(params, most_tiles(problem, kTileRows), multiprocessors, stream);
   } else if (problem.type == ScalarType::kFloat16) {
     launch<__half>(params, multiprocessors, stream);
   } else {

@@ -100,25 +100,28 @@ template <typename T, int DIM, int KEYS>
 class Consumer {
   using Memory = AttentionMemory<T, DIM, KEYS>;
   static constexpr int kPanels = Memory::kPanels;
-  static constexpr uint32_t kQueryPanelBytes = kTileRows * 128;
+  static constexpr uint32_t kQueryPanelBytes = kHalfRows * 128;
   static constexpr uint32_t kKeyPanelBytes = KEYS * 128;
   static constexpr uint32_t kFirstTurn = 2;  // names of the barriers by which the warpgroups take turns
   static constexpr uint32_t kOwn = 4;        // and of those within one
-  // A tile begins beside the end of the one before, whose queries' buffer is given back only then.
-  static constexpr bool kChains = Memory::kQueryBuffers > 1;
 
   struct Work {
     bool has_rows = false;  // else there is no more
     bool has_user = false;
+    bool multiplies = false;  // whether any row is in this warpgroup's half, and there is a history
     int kv_length = 0;
-    int slot = 0;     // of the queries in shared memory
+    int slot = 0;     // of its half in shared memory
     int queries = 0;  // which these are
     uint32_t out_row[2] = {kNoRow, kNoRow};
   };
 
  public:
   __device__ Consumer(const AttentionParams& params, Memory& memory, int number)
-      : params_(params), memory_(memory), number_(number), thread_(static_cast<int>(threadIdx.x) % kWarpgroup) {}
+      : params_(params),
+        memory_(memory),
+        number_(number),
+        thread_(static_cast<int>(threadIdx.x) % kWarpgroup),
+        half_(number) {}
 
   __device__ void run() {
     using namespace hopper;
@@ -130,24 +133,19 @@ class Consumer {
     if (number_ == 1) named_barrier_arrive(kFirstTurn, kConsumers * kWarpgroup);
     Work work = take_work();
     while (true) {
-      while (work.has_rows && work.kv_length == 0) {
-        fill(work);
-        work = take_work();
-      }
+      while (work.has_rows && !work.multiplies) work = pass_tile(work);
       if (!work.has_rows) return;
       begin(work, s, weights, rows);
       for (bool chained = true; chained;) {
         const int blocks = (work.kv_length + KEYS - 1) / KEYS;
         const int tail = work.kv_length - (blocks - 1) * KEYS;
         for (int i = 1; i < blocks; ++i) step(i, i + 1 == blocks, tail, s, o, weights, rows, work.slot);
-        Work next{};
-        if constexpr (kChains) next = take_work();
-        chained = next.kv_length > 0;
+        const Work next = take_work();
+        chained = next.multiplies;
         if (chained) {
           chain(blocks, tail, s, o, weights, rows, work, next);
         } else {
-          finish(blocks, tail, o, weights, rows, work);
-          if constexpr (!kChains) next = take_work();
+          finish(blocks, tail, next.kv_length > 0, o, weights, rows, work);
         }
         work = next;
       }
@@ -157,7 +155,7 @@ class Consumer {
  private:
   __device__ __forceinline__ void start_scores(float (&s)[KEYS / 2], int queries) {
     using namespace hopper;
-    const uint32_t q = descriptor_of(&memory_.q[queries][0][number_ * 64][0]);
+    const uint32_t q = descriptor_of(&memory_.q[queries][0][0][0]);
     const uint32_t k = descriptor_of(&memory_.k[keys_.slot][0][0][0]);
 #pragma unroll
     for (int i = 0; i < DIM / 16; ++i) {
@@ -204,18 +202,19 @@ class Consumer {
     using namespace hopper;
     mbarrier_wait(&memory_.tile_full[tile_.slot], tile_.parity);
     const AttentionTile& tile = memory_.tile[tile_.slot];
-    Work work{tile.rows > 0, tile.user >= 0, tile.kv_length, queries_.slot, tile.queries};
-    mbarrier_arrive(&memory_.tile_empty[tile_.slot]);
-    tile_.advance();
+    const bool multiplies = tile.rows > number_ * kHalfRows && tile.kv_length > 0;
+    Work work{tile.rows > 0, tile.user >= 0, multiplies, tile.kv_length, half_.slot, tile.queries};
     if (work.has_rows) {
-      mbarrier_wait(&memory_.q_full[queries_.slot], queries_.parity);
+      mbarrier_wait(&memory_.q_full[number_][tile_.slot], tile_.parity);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        work.out_row[h] = memory_.out_row[work.slot][number_ * 64 + thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * h];
+        work.out_row[h] = memory_.out_row[work.slot][thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * h];
       }
-      if (work.kv_length == 0) mbarrier_arrive(&memory_.q_empty[work.slot]);
-      queries_.advance();
+      if (!multiplies) mbarrier_arrive(&memory_.q_empty[work.slot]);
+      half_.advance();
     }
+    mbarrier_arrive(&memory_.tile_empty[tile_.slot]);
+    tile_.advance();
     return work;
   }
 
@@ -240,6 +239,45 @@ class Consumer {
     values_.advance();
   }
 
+  __device__ __forceinline__ void take_turn() {
+    hopper::named_barrier_sync(kFirstTurn + number_, kConsumers * kWarpgroup);
+  }
+  __device__ __forceinline__ void give_turn() {
+    hopper::named_barrier_arrive(kFirstTurn + (number_ ^ 1), kConsumers * kWarpgroup);
+  }
+
+  // A tile without a history, or whose rows are the other warpgroup's alone: keys and values go by unread, in turn, as
+  // if they were multiplied. Returns the next.
+  __device__ Work pass_tile(const Work& work) {
+    if (work.kv_length == 0) {
+      fill(work);
+      return take_work();
+    }
+    const int blocks = (work.kv_length + KEYS - 1) / KEYS;
+    pass_keys();
+    for (int i = 1; i < blocks; ++i) {
+      pass_keys();
+      pass_values(true);
+    }
+    const Work next = take_work();
+    pass_values(next.kv_length > 0);
+    return next;
+  }
+  __device__ void pass_keys() {
+    hopper::mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
+    release(&memory_.k_empty[keys_.slot]);
+    keys_.advance();
+  }
+  __device__ void pass_values(bool in_turn) {
+    hopper::mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
+    if (in_turn) {
+      take_turn();
+      give_turn();
+    }
+    release(&memory_.v_empty[values_.slot]);
+    values_.advance();
+  }
+
   // The scores of the next block of keys and the products with the values of the block before, in this warpgroup's
   // turn.
   __device__ __forceinline__ void start_both(float (&s)[KEYS / 2], float (&o)[DIM / 2],
@@ -248,12 +286,12 @@ class Consumer {
     using namespace hopper;
     mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
     if (first_values) clear_tail_of_values(tail);
-    named_barrier_sync(kFirstTurn + number_, kConsumers * kWarpgroup);
+    take_turn();
     wgmma_fence();
     start_scores(s, queries);
     mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
     start_output(o, weights, !first_values);
-    named_barrier_arrive(kFirstTurn + (number_ ^ 1), kConsumers * kWarpgroup);
+    give_turn();
     wait_for_scores(s, true, queries, last);
   }
 
@@ -297,15 +335,17 @@ class Consumer {
     store(o, ended, work);
   }
 
-  // The last values of a tile, alone.
-  __device__ __forceinline__ void finish(int blocks, int tail, float (&o)[DIM / 2],
+  // The last values of a tile, alone; in a turn where another tile with a history follows.
+  __device__ __forceinline__ void finish(int blocks, int tail, bool in_turn, float (&o)[DIM / 2],
                                          const uint32_t (&weights)[KEYS / 16][4], const RowState& rows,
                                          const Work& work) {
     using namespace hopper;
     if (blocks == 1) clear_tail_of_values(tail);
     mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
+    if (in_turn) take_turn();
     wgmma_fence();
     start_output(o, weights, blocks > 1);
+    if (in_turn) give_turn();
     wait_for_output(o);
     store(o, rows, work);
   }
@@ -452,7 +492,7 @@ class Consumer {
   int number_;
   int thread_;  // of the warpgroup
   RingPosition<kTileSlots> tile_;
-  RingPosition<Memory::kQueryBuffers> queries_;
+  HalfPosition<Memory::kHalves> half_;
   RingPosition<kStages> keys_;
   RingPosition<kStages> values_;
 };

@@ -25,11 +25,9 @@ __global__ __launch_bounds__(kAttentionThreads,
     for (int i = 0; i < kTileSlots; ++i) {
       mbarrier_init(&memory.tile_full[i], 1);
       mbarrier_init(&memory.tile_empty[i], kReaders);
+      for (int half = 0; half < kConsumers; ++half) mbarrier_init(&memory.q_full[half][i], kLoaders / kConsumers);
     }
-    for (int i = 0; i < Memory::kQueryBuffers; ++i) {
-      mbarrier_init(&memory.q_full[i], kLoaders);
-      mbarrier_init(&memory.q_empty[i], kConsumerThreads);
-    }
+    for (int i = 0; i < Memory::kHalves; ++i) mbarrier_init(&memory.q_empty[i], kWarpgroup);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&memory.k_full[i], 1);
       mbarrier_init(&memory.v_full[i], 1);
@@ -40,9 +38,12 @@ __global__ __launch_bounds__(kAttentionThreads,
   }
   __syncthreads();
   grid_dependency_wait();
-  const int warpgroup = static_cast<int>(threadIdx.x) / kWarpgroup;
+  // All that a multiprocessor has, 64 Ki.
+  constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
+  // Said by one lane, so that the compiler knows that a warp's branches on it do not part.
+  const int warpgroup = __shfl_sync(0xffff'ffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
-    register_decrease<40>();
+    register_decrease<kLoaderRegisters>();
     if (threadIdx.x == 0) {
       prefetch_tensor_map(&params.k);
       prefetch_tensor_map(&params.v);
@@ -53,7 +54,7 @@ __global__ __launch_bounds__(kAttentionThreads,
       gather_queries<T, DIM, KEYS>(params, memory, static_cast<int>(threadIdx.x) / 32 - 2);
     }
   } else {
-    register_increase<232>();
+    register_increase<kConsumerRegisters>();
     Consumer<T, DIM, KEYS>(params, memory, warpgroup - 1).run();
   }
 }

@@ -71,7 +71,6 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
 template <typename T, int DIM, int KEYS>
 __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory, int number) {
   using namespace hopper;
-  using Memory = AttentionMemory<T, DIM, KEYS>;
   constexpr int kChunk = 8;  // elements of 16 bytes
   constexpr int kChunksOfRow = DIM / kChunk;
   constexpr int kLanesOfRow = kChunksOfRow < 32 ? kChunksOfRow : 32;
@@ -81,50 +80,50 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
   const int chunk = lane % kLanesOfRow;
   const int bytes = min(max(static_cast<int>(p.head_dim) - chunk * kChunk, 0), kChunk) * static_cast<int>(sizeof(T));
   RingPosition<kTileSlots> at;
-  RingPosition<Memory::kQueryBuffers> buffer;
+  HalfPosition<AttentionMemory<T, DIM, KEYS>::kHalves> half(number);
   while (true) {
     mbarrier_wait(&memory.tile_full[at.slot], at.parity);
     const AttentionTile tile = memory.tile[at.slot];
-    mbarrier_arrive(&memory.tile_empty[at.slot]);
-    at.advance();
     if (tile.rows == 0) return;
+    const int first = number * kHalfRows;
+    const bool reads_any = tile.kv_length > 0 && first < tile.rows;
     // Where two rows a lane lie, while the buffer is perhaps still in use.
     PackedPlace place[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      place[half] = place_packed_row(params, tile, number * 64 + half * 32 + lane);
-    }
+    for (int i = 0; i < 2; ++i) place[i] = place_packed_row(params, tile, first + i * 32 + lane);
     uint32_t out_row[2];
     const T* query[2];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const PackedRow<T> row = packed_row_at<T>(params, tile, number * 64 + half * 32 + lane, place[half]);
-      out_row[half] = row.out_row;
-      query[half] = row.query;
+    for (int i = 0; i < 2; ++i) {
+      const PackedRow<T> row = packed_row_at<T>(params, tile, first + i * 32 + lane, place[i]);
+      out_row[i] = row.out_row;
+      query[i] = row.query;
     }
-    mbarrier_wait(&memory.q_empty[buffer.slot], buffer.parity ^ 1);
+    mbarrier_wait(&memory.q_empty[half.slot], half.parity ^ 1);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      memory.out_row[buffer.slot][number * 64 + half * 32 + lane] = out_row[half];
-      if (tile.kv_length == 0) continue;
+    for (int i = 0; i < 2; ++i) {
+      memory.out_row[half.slot][i * 32 + lane] = out_row[i];
+      if (!reads_any) continue;
 #pragma unroll 4
-      for (int i = 0; i < 32; i += kRowsAtATime) {
-        const int from = i + lane / kLanesOfRow;
-        const auto pointer = __shfl_sync(0xffff'ffff, reinterpret_cast<uint64_t>(query[half]), from);
-        const int row = number * 64 + half * 32 + from;
+      for (int j = 0; j < 32; j += kRowsAtATime) {
+        const int from = j + lane / kLanesOfRow;
+        const auto pointer = __shfl_sync(0xffff'ffff, reinterpret_cast<uint64_t>(query[i]), from);
+        const int row = i * 32 + from;
         const T* const source = reinterpret_cast<const T*>(pointer) + chunk * kChunk;
         const bool reads = pointer != 0 && bytes > 0;
-        const uint32_t row_address = shared_address(memory.q[buffer.slot][chunk / 8][row]);
+        const uint32_t row_address = shared_address(memory.q[half.slot][chunk / 8][row]);
         cp_async_16(row_address + ((chunk % 8) ^ (row & 7)) * 16, reads ? source : static_cast<const T*>(p.k),
                     reads ? bytes : 0);
       }
     }
-    if (tile.kv_length > 0) {
+    if (reads_any) {
       cp_async_wait_all();
       fence_proxy_async_shared();
     }
-    mbarrier_arrive(&memory.q_full[buffer.slot]);
-    buffer.advance();
+    mbarrier_arrive(&memory.q_full[number][at.slot]);
+    mbarrier_arrive(&memory.tile_empty[at.slot]);
+    half.advance();
+    at.advance();
   }
 }
 

@@ -9,24 +9,25 @@ namespace ikbo::kernels {
 constexpr int kConsumers = 2;
 constexpr int kWarpgroup = 128;
 constexpr int kAttentionThreads = (1 + kConsumers) * kWarpgroup;
-constexpr int kLoaders = 64;
+constexpr int kLoaders = kConsumers * 32;
 constexpr int kReaders = 1 + kLoaders + kConsumers * kWarpgroup;  // of a drawn tile
 constexpr int kTileSlots = 2;
 constexpr int kStages = 2;
+static_assert(kHalfRows * kConsumers == kTileRows);
 constexpr int kPanel = 64;  // elements of D in 128 bytes
 
 template <typename T, int DIM, int KEYS>
 struct alignas(1024) AttentionMemory {
   static constexpr int kPanels = DIM / kPanel;
-  static constexpr int kQueryBuffers = DIM > 128 ? 1 : 2;
+  static constexpr int kHalves = DIM > 128 ? 3 : 4;  // of tiles' queries
   // All 128-byte swizzled.
-  T q[kQueryBuffers][kPanels][kTileRows][kPanel];
+  T q[kHalves][kPanels][kHalfRows][kPanel];
   T k[kStages][kPanels][KEYS][kPanel];
   T v[kStages][kPanels][KEYS][kPanel];
-  uint32_t out_row[kQueryBuffers][kTileRows];  // of the result without D, or kNoRow
+  uint32_t out_row[kHalves][kHalfRows];  // of the result without D, or kNoRow
   AttentionTile tile[kTileSlots];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
-  uint64_t q_full[kQueryBuffers], q_empty[kQueryBuffers];
+  uint64_t q_full[kConsumers][kTileSlots], q_empty[kHalves];
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
 };
@@ -39,6 +40,25 @@ struct RingPosition {
   __device__ void advance() {
     if (++slot == COUNT) {
       slot = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+// The place of a tile's half, `number`, in the ring of halves: tile 0's first, its second, tile 1's first and so on. A
+// parity says which of two phases a slot is in, no more. Whoever writes a half waits for its slot's last reader; that
+// the reader before is done as well is due to the ring of tiles: tile t + 2 is drawn when all have tile t, and who has
+// that has given its half of tile t - 1 back. Readers wait for their own writer, by the place of the tile.
+template <int HALVES>
+struct HalfPosition {
+  int slot;
+  uint32_t parity = 0;
+  __device__ explicit HalfPosition(int number) : slot(number) {}
+  __device__ void advance() {
+    static_assert(HALVES > kConsumers);
+    slot += kConsumers;
+    if (slot >= HALVES) {
+      slot -= HALVES;
       parity ^= 1;
     }
   }

@@ -10,15 +10,17 @@
 namespace ikbo::kernels {
 
 // Rows of one user's packed queries, (candidate, seed, query head of the group) or (row of the history, query head of
-// the group), that a CTA takes at a time.
+// the group), that a CTA takes at a time, half of them a warpgroup. Where there are few, tiles of one half spread them
+// over twice as many.
 constexpr int kTileRows = 128;
+constexpr int kHalfRows = kTileRows / 2;
 
 // One tile of work.
 struct alignas(16) AttentionTile {
   int32_t user;  // or -1: candidates whose user does not exist
   int32_t kv_head;
   int32_t first_row;  // in the user's packed rows
-  int32_t rows;       // 1 to kTileRows; 0: there is no more work
+  int32_t rows;       // 1 to tile_rows; 0: there is no more work
   int32_t begin;      // of the user's candidates in `order`, or of the rows of self_q, behind the user's own stride
   int32_t kv_first;   // the history's first row, behind the user's own stride
   int32_t kv_length;  // 0: no history; rows of a user that exists get zeros, others NaN
@@ -62,6 +64,7 @@ struct AttentionParams {
   AttentionQueries queries[2];  // kTarget, kSelf
   int64_t rows_of_candidate;    // seeds times query heads of a group
   int32_t group;                // query heads of a key head
+  int32_t tile_rows;            // kTileRows or kHalfRows
   bool rows_by_vectors;         // whether rows of the results can be written 16 bytes at a time
   float scale_log2;             // of the logits, times log2(e)
   CUtensorMap k;                // (users, kv_heads, length, D), boxes of 64 elements by the keys of a block

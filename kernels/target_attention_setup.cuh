@@ -92,7 +92,9 @@ struct Grouping {
   __device__ int32_t self_rows(int64_t length, bool is_void) const {
     return has_self() && !is_void ? static_cast<int32_t>(length) * params.group : 0;
   }
-  __device__ static int32_t tiles_of(int32_t rows) { return rows / kTileRows + (rows % kTileRows != 0 ? 1 : 0); }
+  __device__ int32_t tiles_of(int32_t rows) const {
+    return rows / params.tile_rows + (rows % params.tile_rows != 0 ? 1 : 0);
+  }
   __device__ bool has_self() const { return params.queries[kSelf].q != nullptr; }
 
   // Whether offsets decrease between a user and the next: whose a row of self_q is, they do not say then.
@@ -209,11 +211,11 @@ struct Grouping {
         const int32_t head = t / tiles;
         const int32_t number = t - head * tiles;
         const bool self = number >= target_tiles;
-        const int32_t row = (self ? number - target_tiles : number) * kTileRows;
+        const int32_t row = (self ? number - target_tiles : number) * params.tile_rows;
         params.workspace.tiles[table.tile_begin[u] + t] = {u < users() ? u : -1,
                                                            head,
                                                            row,
-                                                           min(kTileRows, (self ? own_rows : rows) - row),
+                                                           min(params.tile_rows, (self ? own_rows : rows) - row),
                                                            self ? static_cast<int32_t>(own.first) : table.begin[u],
                                                            static_cast<int32_t>(own.first),
                                                            static_cast<int32_t>(own.length),
@@ -236,9 +238,15 @@ struct Grouping {
     first = __shfl_sync(0xffff'ffff, first, 0);
     for (int32_t t = lane; t < all; t += 32) {
       const int32_t head = t / tiles;
-      const int32_t row = (t - head * tiles) * kTileRows;
-      params.workspace.tiles[first + t] = {
-          is_void ? -1 : user, head, row, min(kTileRows, rows - row), static_cast<int32_t>(own.first), 0, 0, kSelf};
+      const int32_t row = (t - head * tiles) * params.tile_rows;
+      params.workspace.tiles[first + t] = {is_void ? -1 : user,
+                                           head,
+                                           row,
+                                           min(params.tile_rows, rows - row),
+                                           static_cast<int32_t>(own.first),
+                                           0,
+                                           0,
+                                           kSelf};
     }
   }
 };
