@@ -246,6 +246,13 @@ TEST(TargetAttention, ManyCandidatesAreSetUpByManyCtas) {
   check<__nv_bfloat16>({17'000, 5'000, 2, 3, 2, 1, 8, true}, ScalarType::kBFloat16, 0x1p-7);
 }
 
+// Where candidates are few, as in the small cases, tiles have half as many rows.
+TEST(TargetAttention, FullTilesMayHaveRowsInOneHalfAlone) {
+  check<__nv_bfloat16>({300, 260, 5, 140, 1, 1, 64, true}, ScalarType::kBFloat16, 0x1p-7);
+  check<__half>({400, 90, 20, 300, 2, 2, 128, false}, ScalarType::kFloat16, 0x1p-10);
+  check<__nv_bfloat16>({290, 140, 50, 130, 1, 1, 256, true}, ScalarType::kBFloat16, 0x1p-7);
+}
+
 TEST(TargetAttention, SmallHistoriesWithoutCandidatesAttendToThemselves) {
   check<__nv_bfloat16>({0, 3, 4, 200, 2, 2, 64, true}, ScalarType::kBFloat16, 0x1p-7);
   check<__nv_bfloat16>({5, 4, 0, 300, 4, 2, 128, false}, ScalarType::kBFloat16, 0x1p-7);
