@@ -2,6 +2,7 @@
 #pragma once
 
 #include "kernels/hopper/exp2.h"
+#include "kernels/hopper/store_if.h"
 #include "kernels/hopper/sync.h"
 #include "kernels/hopper/tensor_copy.h"
 #include "kernels/hopper/wgmma.h"
@@ -422,6 +423,7 @@ class Consumer {
   // a row that begins in the middle of a word these have the second half of one pair and the first of the next.
   __device__ __forceinline__ void store_by_words(const float (&o)[DIM / 2], const float (&factor)[2],
                                                  const Work& work) {
+    using namespace hopper;
     const int quarter = thread_ % 4;
     const auto dim = static_cast<int>(params_.problem.head_dim);
 #pragma unroll
@@ -438,20 +440,13 @@ class Consumer {
             __shfl_sync(0xffff'ffff, quarter == 3 ? before : pair, thread_ % 32 / 4 * 4 + (quarter + 3) % 4);
         before = pair;
         const int column = 8 * i + 2 * quarter - odd;  // of the word
-        write_pair(row, column, end, odd != 0 ? lower >> 16 | pair << 16 : pair);
+        const uint32_t word = odd != 0 ? __funnelshift_r(lower, pair, 16) : pair;
+        // The first word of such a row has one element of it, and so may the last.
+        if (i == 0) store_half_if(column < 0 && end > 0, row, word >> 16);
+        store_word_if(column >= 0 && column + 1 < end, row + column, word);
+        store_half_if(column >= 0 && column + 1 == end, row + column, word);
       }
-      if (odd != 0 && quarter == 3) write_pair(row, DIM - 1, end, before >> 16);
-    }
-  }
-
-  // Elements `column` and the next, where they are in [0, end).
-  static __device__ __forceinline__ void write_pair(uint16_t* row, int column, int end, uint32_t pair) {
-    if (column >= 0 && column + 1 < end) {
-      *reinterpret_cast<uint32_t*>(row + column) = pair;
-    } else if (column >= 0 && column < end) {
-      row[column] = static_cast<uint16_t>(pair);
-    } else if (column == -1 && end > 0) {
-      row[0] = static_cast<uint16_t>(pair >> 16);
+      store_half_if(odd != 0 && quarter == 3 && end == DIM, row + DIM - 1, before >> 16);
     }
   }
 
