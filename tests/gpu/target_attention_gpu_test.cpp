@@ -247,6 +247,9 @@ TEST(TargetAttention, ManyCandidatesAreSetUpByManyCtas) {
 }
 
 // Where candidates are few, as in the small cases, tiles have half as many rows.
+TEST(TargetAttention, SmallFullTilesHaveRowsInBothHalvesOrInOne) {
+  check<__nv_bfloat16>({60, 45, 80, 150, 3, 3, 128, true}, ScalarType::kBFloat16, 0x1p-7);
+}
 TEST(TargetAttention, FullTilesMayHaveRowsInOneHalfAlone) {
   check<__nv_bfloat16>({300, 260, 5, 140, 1, 1, 64, true}, ScalarType::kBFloat16, 0x1p-7);
   check<__half>({400, 90, 20, 300, 2, 2, 128, false}, ScalarType::kFloat16, 0x1p-10);
