@@ -42,6 +42,27 @@ def compression(dtype, m=432, n=256, k_user=1176, k_cand=864):
     return lambda: torch.ops.ikbo.linear_compression(w, e, [w_user], [e_user], [index])
 
 
+def halved(batch, k, n, dtype):
+    return [randn(batch, part, n, dtype=dtype) for part in (k // 2, k - k // 2)]
+
+
+def stacked_compression(dtype, m=432, n=256, k_user=1176, k_cand=864):
+    """Over stacks whose rows are aligned already, as aligned_cat makes them."""
+    w, e = randn(m, k_cand, dtype=dtype), ikbo.aligned_cat(halved(CANDIDATES, k_cand, n, dtype), 1)
+    w_user, e_user = randn(m, k_user, dtype=dtype), ikbo.aligned_cat(halved(REQUESTS, k_user, n, dtype), 1)
+    index = mapping(CANDIDATES, REQUESTS)
+    return lambda: torch.ops.ikbo.linear_compression(w, e, [w_user], [e_user], [index])
+
+
+def cat_and_compression(dtype, m=432, n=256, k_user=1176, k_cand=864, cat="aligned"):
+    """The same with the stacks made in the call: by aligned_cat, or by torch.cat and aligned by linear_compression."""
+    join = {"aligned": torch.ops.ikbo.aligned_cat, "plain": torch.cat}[cat]
+    w, rows = randn(m, k_cand, dtype=dtype), halved(CANDIDATES, k_cand, n, dtype)
+    w_user, rows_user = randn(m, k_user, dtype=dtype), halved(REQUESTS, k_user, n, dtype)
+    index = mapping(CANDIDATES, REQUESTS)
+    return lambda: torch.ops.ikbo.linear_compression(w, join(rows, 1), [w_user], [join(rows_user, 1)], [index])
+
+
 def attention(dtype, dim=128, length=1024, candidates=2048, users=32, seeds=64, heads=2):
     q = randn(candidates, seeds, heads, dim, dtype=dtype)
     k, v = (randn(users, length, heads, dim, dtype=dtype) for _ in range(2))
@@ -61,6 +82,11 @@ CASES = [
     (compression, {"m": 427}, {}),
     (compression, {"k_cand": 859, "k_user": 1171}, {}),
     (compression, {"m": 431, "n": 127, "k_cand": 863, "k_user": 1175}, {"n": 128}),
+    (stacked_compression, {"n": 255}, {}),
+    (stacked_compression, {"n": 250}, {}),
+    (cat_and_compression, {"n": 255}, {}),
+    (cat_and_compression, {"n": 255, "cat": "plain"}, {"cat": "plain"}),
+    (cat_and_compression, {"n": 255, "k_cand": 859, "k_user": 1171}, {}),
     (attention, {"dim": 127}, {}),
     (attention, {"dim": 124}, {}),
     (attention, {"dim": 122}, {}),
@@ -84,7 +110,7 @@ def main():
             times["ratio"] = times["odd"] / times["padded"]
             case = {"operator": make.__name__, "dtype": name, "odd": odd, "padded": padded}
             result["rows"].append({"case": case, **{k: round(v, 3) for k, v in times.items()}})
-            print(f"{make.__name__:12s} {name} {odd}: " + ", ".join(f"{k} {v:.2f}" for k, v in times.items()), flush=True)
+            print(f"{make.__name__:19s} {name} {odd}: " + ", ".join(f"{k} {v:.2f}" for k, v in times.items()), flush=True)
             options.json.write_text(json.dumps(result, indent=1) + "\n")
             del calls
             torch.cuda.empty_cache()

@@ -122,6 +122,37 @@ at::Tensor linear_autograd(const at::Tensor& x_cand, const at::Tensor& w_cand, a
   return Linear::apply(x_cand, w_cand, x_bcast, w_bcast, index, bias, activation);
 }
 
+struct AlignedCat : torch::autograd::Function<AlignedCat> {
+  static at::Tensor forward(AutogradContext* ctx, at::TensorList tensors, int64_t dim) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    static const auto op = c10::Dispatcher::singleton()
+                               .findSchemaOrThrow("ikbo::aligned_cat", "")
+                               .typed<at::Tensor(at::TensorList, int64_t)>();
+    at::Tensor out = op.call(tensors, dim);
+    std::vector<c10::SymInt> extents;
+    for (const at::Tensor& tensor : tensors) extents.push_back(tensor.sym_size(dim));
+    ctx->saved_data["extents"] = extents;
+    ctx->saved_data["dim"] = dim;
+    return out;
+  }
+
+  static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+    const std::vector<c10::SymInt> extents = ctx->saved_data["extents"].toSymIntVector();
+    const int64_t dim = ctx->saved_data["dim"].toInt();
+    variable_list out(extents.size() + 1);  // and the dimension, which has no gradient
+    c10::SymInt from = 0;
+    for (size_t i = 0; i < extents.size(); ++i) {
+      if (ctx->needs_input_grad(i)) out[i] = grads[0].narrow_symint(dim, from, extents[i]);
+      from = from + extents[i];
+    }
+    return out;
+  }
+};
+
+at::Tensor aligned_cat_autograd(at::TensorList tensors, int64_t dim) {
+  return AlignedCat::apply(tensors, dim);
+}
+
 using CompressionSignature = at::Tensor(const at::Tensor&, const at::Tensor&, at::TensorList, at::TensorList,
                                         at::TensorList, std::optional<at::ScalarType>);
 
@@ -298,6 +329,7 @@ std::tuple<at::Tensor, at::Tensor, at::Tensor, at::Tensor> self_and_target_atten
 }  // namespace
 
 TORCH_LIBRARY_IMPL(ikbo, Autograd, m) {
+  m.impl("aligned_cat", aligned_cat_autograd);
   m.impl("broadcast", broadcast_autograd);
   m.impl("broadcast_backward", broadcast_backward_autograd);
   m.impl("linear", linear_autograd);

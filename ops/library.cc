@@ -22,6 +22,7 @@ void refuse_functorch(const c10::OperatorHandle& op, torch::jit::Stack* /*stack*
 TORCH_LIBRARY(ikbo, m) {
   m.def("broadcast(Tensor x_user, Tensor candidate_to_user) -> Tensor");
   m.def("broadcast_backward(Tensor grad, Tensor candidate_to_user, SymInt num_users) -> Tensor");
+  m.def("aligned_cat(Tensor[] tensors, int dim) -> Tensor");
   m.def(
       "linear(Tensor x_cand, Tensor w_cand, Tensor[] x_bcast, Tensor[] w_bcast, Tensor[] index, Tensor? bias=None, "
       "str activation=\"none\") -> Tensor");
@@ -60,7 +61,7 @@ TORCH_LIBRARY(ikbo, m) {
 
 TORCH_LIBRARY_IMPL(ikbo, FuncTorchDynamicLayerFrontMode, m) {
   for (const char* name :
-       {"broadcast", "broadcast_backward", "linear", "linear_backward", "linear_compression",
+       {"aligned_cat", "broadcast", "broadcast_backward", "linear", "linear_backward", "linear_compression",
         "linear_compression_backward", "target_attention", "target_attention_lse", "target_attention_backward",
         "self_and_target_attention", "self_and_target_attention_lse", "self_and_target_attention_backward"}) {
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&refuse_functorch>());

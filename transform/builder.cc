@@ -181,29 +181,103 @@ std::string Builder::reshape(const std::string& value, const std::vector<Expr>& 
 
 std::string Builder::cat(const std::vector<std::string>& values, int dim, Role role) {
   if (values.size() == 1) return values[0];
-  const auto first = slices_.find(values[0]);
-  if (first != slices_.end() && first->second.dim == dim) {
-    std::int64_t to = first->second.to;
-    bool neighbours = true;
-    for (std::size_t i = 1; i < values.size(); ++i) {
-      const auto next = slices_.find(values[i]);
-      neighbours = neighbours && next != slices_.end() && next->second.source == first->second.source &&
-                   next->second.dim == dim && next->second.from == to;
-      if (neighbours) to = next->second.to;
-    }
-    if (neighbours) return slice(first->second.source, dim, first->second.from, to, role);
-  }
+  if (const auto whole = neighbours(values, dim)) return slice(whole->source, dim, whole->from, whole->to, role);
   std::string& made = cats_[{dim, values}];
   if (!made.empty()) return made;
-  std::vector<Expr> new_sizes = meta(values[0]).sizes;
-  for (std::size_t i = 1; i < values.size(); ++i) {
-    new_sizes[static_cast<std::size_t>(dim)] =
-        new_sizes[static_cast<std::size_t>(dim)] + meta(values[i]).sizes[static_cast<std::size_t>(dim)];
-  }
   made =
       emit("torch.ops.aten.cat.default", {{"tensors", graph::TensorListArg{values}, 1}, {"dim", std::int64_t{dim}, 1}},
-           "cat", contiguous(meta(values[0]), std::move(new_sizes)), role);
+           "cat", contiguous(meta(values[0]), sizes_of_cat(values, dim)), role);
   return made;
+}
+
+std::optional<Builder::Slice> Builder::neighbours(const std::vector<std::string>& values, int dim) const {
+  std::optional<Slice> whole;
+  for (const std::string& value : values) {
+    const auto it = slices_.find(value);
+    if (it == slices_.end() || it->second.dim != dim) return std::nullopt;
+    const Slice& next = it->second;
+    if (whole && (next.source != whole->source || next.from != whole->to)) return std::nullopt;
+    if (!whole) whole = next;
+    whole->to = next.to;
+  }
+  return whole;
+}
+
+std::vector<Expr> Builder::sizes_of_cat(const std::vector<std::string>& values, int dim) const {
+  std::vector<Expr> all = meta(values[0]).sizes;
+  Expr& along = all[static_cast<std::size_t>(dim)];
+  for (std::size_t i = 1; i < values.size(); ++i) along = along + meta(values[i]).sizes[static_cast<std::size_t>(dim)];
+  return all;
+}
+
+namespace {
+
+constexpr std::int64_t kAlignedHalves = 8;  // elements of 2 bytes
+
+bool has_unaligned_halves(const TensorMeta& meta) {
+  const auto columns = meta.sizes.back().as_integer();
+  return graph::is_floating(meta.dtype) && graph::dtype_bytes(meta.dtype) == 2 && columns &&
+         *columns % kAlignedHalves != 0;
+}
+
+}  // namespace
+
+std::string Builder::aligned_cat(const std::vector<std::string>& values, int dim, Role role) {
+  if (!has_unaligned_halves(meta(values[0])) || values.size() == 1 || neighbours(values, dim)) {
+    return cat(values, dim, role);
+  }
+  std::string& made = aligned_cats_[{dim, values}];
+  if (!made.empty()) return made;
+  TensorMeta result = contiguous(meta(values[0]), sizes_of_cat(values, dim));
+  std::vector<Expr> in_memory = result.sizes;
+  in_memory.back() = (*in_memory.back().as_integer() + kAlignedHalves - 1) / kAlignedHalves * kAlignedHalves;
+  result.strides = graph::contiguous_strides(in_memory);
+  made = emit("torch.ops.ikbo.aligned_cat.default",
+              {{"tensors", graph::TensorListArg{values}, 1}, {"dim", std::int64_t{dim}, 1}}, "aligned_cat",
+              std::move(result), role);
+  return made;
+}
+
+std::vector<std::string> Builder::taken_apart(const std::vector<std::string>& values, int dim, Role role) {
+  if (!has_unaligned_halves(meta(values[0]))) return values;
+  std::vector<std::string> all;
+  for (const std::string& value : values) {
+    const std::vector<std::string> inner = concatenated(value, dim, role);
+    const std::vector<std::string> leaves = inner.empty() ? std::vector{value} : taken_apart(inner, dim, role);
+    all.insert(all.end(), leaves.begin(), leaves.end());
+  }
+  return all;
+}
+
+std::vector<std::string> Builder::concatenated(const std::string& value, int dim, Role role) {
+  const Node* node = maker(value);
+  if (node == nullptr) return {};
+  const bool stacks = node->target == "torch.ops.aten.stack.default";
+  if (!stacks && node->target != "torch.ops.aten.cat.default") return {};
+  const Argument* along = node->find("dim");
+  const auto* given = along != nullptr ? std::get_if<std::int64_t>(along) : nullptr;
+  const auto* list = std::get_if<graph::TensorListArg>(node->find("tensors"));
+  const TensorMeta whole = meta(value);
+  const std::size_t rank = whole.sizes.size();
+  const auto from_end = dim - static_cast<std::int64_t>(rank);
+  if (given == nullptr || list == nullptr || (*given != dim && *given != from_end)) return {};
+  for (const std::string& name : list->names) {
+    if (meta(name).dtype != whole.dtype || meta(name).sizes.size() + (stacks ? 1 : 0) != rank) return {};
+  }
+  std::vector<std::string> values = list->names;
+  for (std::string& name : values) {
+    std::vector<Expr> sizes = meta(name).sizes;
+    if (stacks) sizes.insert(sizes.begin() + dim, 1);
+    name = reshape(name, sizes, role);
+  }
+  return values;
+}
+
+const Node* Builder::maker(const std::string& value) const {
+  const auto found = std::find_if(graph.nodes.rbegin(), graph.nodes.rend(), [&](const Node& n) {
+    return n.outputs.size() == 1 && n.outputs[0] == Argument(TensorArg{value});
+  });
+  return found == graph.nodes.rend() ? nullptr : &*found;
 }
 
 std::string Builder::slice(const std::string& value, int dim, std::int64_t from, std::int64_t to, Role role) {
@@ -268,12 +342,10 @@ std::optional<std::pair<int, int>> exchanged(const Node& node, int rank) {
 
 std::string Builder::transpose(const std::string& value, int dim0, int dim1, Role role) {
   TensorMeta result = meta(value);
-  const auto maker = std::find_if(graph.nodes.rbegin(), graph.nodes.rend(), [&](const Node& n) {
-    return n.outputs.size() == 1 && n.outputs[0] == Argument(TensorArg{value});
-  });
-  if (maker != graph.nodes.rend() && exchanged(*maker, static_cast<int>(result.sizes.size())) ==
-                                         std::pair(std::min(dim0, dim1), std::max(dim0, dim1))) {
-    return graph::input_names(*maker)[0];
+  const Node* node = maker(value);
+  if (node != nullptr && exchanged(*node, static_cast<int>(result.sizes.size())) ==
+                             std::pair(std::min(dim0, dim1), std::max(dim0, dim1))) {
+    return graph::input_names(*node)[0];
   }
   std::swap(result.sizes[static_cast<std::size_t>(dim0)], result.sizes[static_cast<std::size_t>(dim1)]);
   std::swap(result.strides[static_cast<std::size_t>(dim0)], result.strides[static_cast<std::size_t>(dim1)]);

@@ -3,6 +3,7 @@
 #include <ATen/core/Tensor.h>
 
 #include <map>
+#include <optional>
 #include <set>
 #include <string>
 #include <utility>
@@ -57,6 +58,12 @@ class Builder {
   // first one shows; neighbouring slices put together are one slice.
   std::string reshape(const std::string& value, const std::vector<graph::Expr>& sizes, graph::Role role);
   std::string cat(const std::vector<std::string>& values, int dim, graph::Role role);  // the same one is made once
+  /// The same with rows, along the last dimension, that begin at multiples of 16 bytes: ikbo::aligned_cat where they
+  /// are of a type of 16 bits and a fixed length that is no such multiple. One value alone stays as it is.
+  std::string aligned_cat(const std::vector<std::string>& values, int dim, graph::Role role);
+  /// What such an ikbo::aligned_cat had better be given, so that nothing is written twice: of values that are
+  /// concatenations or stacks along `dim` themselves, the operands.
+  std::vector<std::string> taken_apart(const std::vector<std::string>& values, int dim, graph::Role role);
   std::string slice(const std::string& value, int dim, std::int64_t from, std::int64_t to, graph::Role role);
   std::string expand(const std::string& value, const std::vector<graph::Expr>& sizes, graph::Role role);
   /// Undoes a transposition of the same dimensions instead of adding one.
@@ -77,6 +84,18 @@ class Builder {
   std::string note(const std::string& node) const;
 
  private:
+  struct Slice {
+    std::string source;
+    int dim = 0;
+    std::int64_t from = 0;
+    std::int64_t to = 0;
+  };
+  std::optional<Slice> neighbours(const std::vector<std::string>& values, int dim) const;  // slices, as one
+  // The operands of the concatenation or the stack along `dim` that `value` is, as values of its rank; nothing where it
+  // is neither.
+  std::vector<std::string> concatenated(const std::string& value, int dim, graph::Role role);
+  const graph::Node* maker(const std::string& value) const;
+  std::vector<graph::Expr> sizes_of_cat(const std::vector<std::string>& values, int dim) const;
   std::string size_node(const std::string& target, const graph::SymInt& a, const graph::SymInt& b,
                         const graph::Expr& value);
 
@@ -86,13 +105,8 @@ class Builder {
   std::map<std::string, std::pair<std::string, int>> anchors_;
   std::map<std::string, std::string> size_values_;  // srepr -> value
   std::map<std::pair<int, std::vector<std::string>>, std::string> cats_;
+  std::map<std::pair<int, std::vector<std::string>>, std::string> aligned_cats_;
   std::map<std::string, std::string> reshaped_;  // value -> what it is a reshape of
-  struct Slice {
-    std::string source;
-    int dim = 0;
-    std::int64_t from = 0;
-    std::int64_t to = 0;
-  };
   std::map<std::string, Slice> slices_;
   std::map<std::string, graph::Role> roles_;  // by node name
   std::map<std::string, std::string> notes_;

@@ -91,8 +91,8 @@ bool Rewriter::lower_compression(const Node& node, const Product& product) {
   if (!groups.contains(Where::kUser) || !groups.contains(Where::kCandidate)) return false;
   if (product.weight.contents.size(1) != column) return false;
 
-  // The stack of one side as (B, K, N), and its columns of the weight with aligned rows. The bias is one more row of
-  // the user's stack, of ones, so that the sum is still rounded once.
+  // The stack of one side as (B, K, N), and its columns of the weight, both with aligned rows. The bias is one more row
+  // of the user's stack, of ones, so that the sum is still rounded once.
   const auto gather = [&](Where where) {
     std::vector<std::string> values;
     std::vector<std::vector<WeightColumns>> columns;
@@ -105,6 +105,7 @@ bool Rewriter::lower_compression(const Node& node, const Product& product) {
       key += ";";
       for (const WeightColumns& c : block.columns) key += fmt::format(" {}{}:{}", c.sign < 0 ? "-" : "+", c.from, c.to);
     }
+    values = builder_.taken_apart(values, 1, role_of(where));
     at::Tensor weight = columns_of(product.weight.contents, columns);
     if (where == Where::kUser && bias) {
       values.push_back(ones_row(values[0], builder_.at(sizes[n], where)));
@@ -116,7 +117,7 @@ bool Rewriter::lower_compression(const Node& node, const Product& product) {
       const std::string wanted = fmt::format("{}_ikbo_{}", product.weight.target, weights_made_.size() - 1);
       made = builder_.parameter(wanted, with_aligned_rows(weight), /*keep_strides=*/true);
     }
-    return std::pair(builder_.cat(values, 1, role_of(where)), made);
+    return std::pair(builder_.aligned_cat(values, 1, role_of(where)), made);
   };
   const auto [e_cand, w_cand] = gather(Where::kCandidate);
   const auto [e_user, w_user] = gather(Where::kUser);

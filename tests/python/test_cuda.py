@@ -141,6 +141,7 @@ def test_nothing_is_read_on_the_host():
     history = [t.requires_grad_() for t in attention(30, 4, index, torch.float32)[:3]]
     sums = [
         lambda: torch.ops.ikbo.broadcast(x, index).sum(),
+        lambda: torch.ops.ikbo.aligned_cat([x, x], 0).sum(),
         lambda: case.run().sum(),
         lambda: torch.ops.ikbo.linear_compression(*stack).sum(),
         lambda: torch.ops.ikbo.target_attention(*history, index, kv_lengths=lengths).sum(),
@@ -178,6 +179,42 @@ def test_more_candidates_users_and_tiles_than_a_grid_has_rows(dtype):
     torch.testing.assert_close(out, expected.transpose(1, 2), rtol=2e-2, atol=2e-2)
     grads = torch.autograd.grad(torch.ops.ikbo.target_attention(*(t.requires_grad_() for t in (q, k, v)), index).sum(), v)
     assert grads[0].isfinite().all()
+
+
+def launches(call):
+    """Names of the kernels that a call runs."""
+    call()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        call()
+        torch.cuda.synchronize()
+    return [event.name for event in profile.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [7, 10, 255])
+def test_stacks_with_aligned_rows_are_read_in_place(dtype, n):
+    index = torch.randint(3, (40,), dtype=torch.int32)
+    w_cand, w_user = torch.randn(48, 24).to(dtype), torch.randn(48, 40).to(dtype)
+    pieces = [torch.randn(40, 12, n).to(dtype) for _ in range(2)]
+    pieces_user = [torch.randn(3, 20, n).to(dtype) for _ in range(2)]
+    runs = {}
+    for cat in (torch.cat, torch.ops.ikbo.aligned_cat):
+        stacks = cat(pieces, 1), cat(pieces_user, 1)
+        call = lambda: torch.ops.ikbo.linear_compression(w_cand, stacks[0], [w_user], [stacks[1]], [index])  # noqa: B023, E731
+        runs[cat] = call(), launches(call)
+    (plain, with_copy), (aligned, in_place) = runs.values()
+    assert torch.equal(plain, aligned)
+    assert any("align_rows" in name for name in with_copy), with_copy
+    assert len(in_place) == 1, in_place
+    assert len(launches(lambda: torch.ops.ikbo.aligned_cat(pieces, 1))) == 1
+
+
+def test_aligned_cat_of_more_than_2_to_the_31_elements():
+    pieces = [torch.randint(100, (70_000, k, 10_001), dtype=torch.int8) for k in (1, 3)]
+    out = torch.ops.ikbo.aligned_cat(pieces, 1)
+    assert out.numel() > 2**31 and out.stride() == (4 * 10_016, 10_016, 1)
+    assert torch.equal(out[:, :1], pieces[0]) and torch.equal(out[:, 1:], pieces[1])
 
 
 def test_more_than_2_to_the_31_elements():
