@@ -87,9 +87,11 @@ __global__ void align_rows_kernel(const __grid_constant__ Params params) {
     const int64_t row = divide(vector, job.vectors_of_row);
     const int64_t at = vector - row * vectors_of_row;
     uint4 value{};
+    int64_t to_row = row;
     if (row < existing) {
       const int64_t outer = divide(row, job.inner);
       const int64_t k = row - outer * rows.sizes[2];
+      to_row = outer * rows.to_outer_rows + k;
       const int64_t i = divide(outer, job.middle);
       const int64_t j = outer - i * rows.sizes[1];
       const int64_t offset = i * rows.strides[0] + j * rows.strides[1] + k * rows.strides[2];
@@ -98,7 +100,7 @@ __global__ void align_rows_kernel(const __grid_constant__ Params params) {
                                       : vector_of_words(reinterpret_cast<const uint32_t*>(from),
                                                         rows.columns * rows.element_bytes / 4, at * 4);
     }
-    static_cast<uint4*>(rows.to)[vector] = value;
+    static_cast<uint4*>(rows.to)[to_row * vectors_of_row + at] = value;
   }
 }
 
@@ -118,6 +120,8 @@ void launch(const AlignRows* jobs, size_t count, cudaStream_t stream) {
                                    Divider(std::max<int64_t>(jobs[i].sizes[1], 1)),
                                    blocks,
                                    own};
+    AlignRows& rows = params.jobs[params.count - 1].rows;
+    if (rows.to_outer_rows == 0) rows.to_outer_rows = rows.sizes[2];
     blocks += own;
     most = std::max(most, vectors);
   }

@@ -19,6 +19,9 @@ struct AlignRows {
   void* to = nullptr;      // (to_rows, to_columns), contiguous, 16-byte aligned; zeros where `from` has nothing
   int64_t to_rows = 0;     // at least the product of sizes
   int64_t to_columns = 0;  // at least columns, a multiple of 16 bytes
+  // Rows of `to` from those of one (i, j) to those of the next, where it has others between them, which stay as they
+  // are. 0: none, one (i, j) stands behind the other.
+  int64_t to_outer_rows = 0;
 };
 
 // Enqueues all of them on `stream`, up to kMostInOneLaunch in one launch. Throws std::runtime_error for a CUDA error.

@@ -1,5 +1,6 @@
 // ikbo::aligned_cat: a concatenation whose rows begin at multiples of 16 bytes, as a GPU's copy engine needs them.
-#include <ATen/core/dispatch/Dispatcher.h>
+#include "ops/aligned_cat.h"
+
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
@@ -57,14 +58,23 @@ Layout layout_of(at::TensorList tensors, int64_t dim) {
   return layout;
 }
 
-// On the CPU and on CUDA; without tensors there is no device, and the message comes from here too.
-at::Tensor aligned_cat(at::TensorList tensors, int64_t dim) {
+}  // namespace
+
+AlignedCat empty_aligned_cat(at::TensorList tensors, int64_t dim) {
   const Layout layout = layout_of(tensors, dim);
-  at::Tensor out = at::empty_symint(layout.in_memory, tensors[0].options().memory_format(at::MemoryFormat::Contiguous))
-                       .narrow_symint(-1, 0, layout.sizes.back());
+  const auto options = tensors[0].options().memory_format(at::MemoryFormat::Contiguous);
+  return {at::empty_symint(layout.in_memory, options).narrow_symint(-1, 0, layout.sizes.back()), layout.dim};
+}
+
+namespace {
+
+// On the CPU, and wherever there is no kernel of its own; without tensors there is no device, and the message comes
+// from here too.
+at::Tensor aligned_cat(at::TensorList tensors, int64_t dim) {
+  const auto [out, along] = empty_aligned_cat(tensors, dim);
   // What has a single row counts as contiguous, whatever its strides, which cat then takes for dense ones.
   at::Tensor to = out.is_contiguous() ? out.as_strided(out.sizes(), c10::contiguous_strides(out.sizes())) : out;
-  at::cat_out(to, tensors, layout.dim);
+  at::cat_out(to, tensors, along);
   return out;
 }
 

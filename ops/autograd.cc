@@ -122,7 +122,7 @@ at::Tensor linear_autograd(const at::Tensor& x_cand, const at::Tensor& w_cand, a
   return Linear::apply(x_cand, w_cand, x_bcast, w_bcast, index, bias, activation);
 }
 
-struct AlignedCat : torch::autograd::Function<AlignedCat> {
+struct Concatenation : torch::autograd::Function<Concatenation> {
   static at::Tensor forward(AutogradContext* ctx, at::TensorList tensors, int64_t dim) {
     at::AutoDispatchBelowADInplaceOrView below;
     static const auto op = c10::Dispatcher::singleton()
@@ -150,7 +150,7 @@ struct AlignedCat : torch::autograd::Function<AlignedCat> {
 };
 
 at::Tensor aligned_cat_autograd(at::TensorList tensors, int64_t dim) {
-  return AlignedCat::apply(tensors, dim);
+  return Concatenation::apply(tensors, dim);
 }
 
 using CompressionSignature = at::Tensor(const at::Tensor&, const at::Tensor&, at::TensorList, at::TensorList,
