@@ -13,7 +13,7 @@ case "${1:-}" in
   lce_peers) paths=("${lce[@]}" bench/lce_peers.py bench/device_time.py bench/lce_c_api.cpp) ;;
   attention | attention_self) paths=(kernels/target_attention* kernels/hopper kernels/scalar* kernels/unaligned_rows.cuh bench/attention_*
     bench/device_time.py) ;;
-  odd_sizes) paths=(kernels ops/cuda ops/aligned_cat.cc bench/odd_sizes.py bench/device_time.py) ;;
+  odd_sizes) paths=(kernels ops/cuda ops/aligned_cat.cc ops/aligned_cat.h bench/odd_sizes.py bench/device_time.py) ;;
   model) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/movielens) ;;
   ranker) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/ranker.py) ;;
   zoo) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/zoo) ;;
