@@ -81,18 +81,6 @@ CUtensorMap history_map(const TargetAttentionProblem& p, const void* pointer, in
       "target_attention");
 }
 
-// Says where the queries end, and returns whether all of their rows can be read 16 bytes at a time.
-bool find_alignment(AttentionQueries& queries, int64_t owners, int64_t rows, const TargetAttentionProblem& p) {
-  if (queries.q == nullptr || owners * rows == 0) return true;
-  const int64_t last = (owners - 1) * queries.owner_stride + (rows - 1) * queries.row_stride +
-                       (p.q_heads - 1) * queries.head_stride + p.head_dim;
-  constexpr int64_t kBytes = 2;
-  queries.end = static_cast<const char*>(queries.q) + last * kBytes;
-  const auto fits = [](int64_t stride, int64_t size) { return size <= 1 || stride % kAlignedElements == 0; };
-  return aligned(queries.q) && fits(queries.owner_stride, owners) && fits(queries.row_stride, rows) &&
-         fits(queries.head_stride, p.q_heads);
-}
-
 template <typename T, int DIM, int KEYS>
 void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   const TargetAttentionProblem& p = params.problem;
@@ -144,7 +132,16 @@ bool target_attention_supported(const TargetAttentionProblem& p) {
     return aligned(pointer) && aligned_stride(user, users) && aligned_stride(row, p.length) &&
            aligned_stride(head, p.kv_heads);
   };
-  const bool suits_unit = sixteen_bit && p.scale >= 0 &&
+  // Queries are read 16 bytes at a time, the last of a row as well.
+  const bool self_queries_fit =
+      p.self_q == nullptr ||
+      (aligned(p.self_q) && aligned_stride(p.self_q_user_stride, users) &&
+       aligned_stride(p.self_q_row_stride, p.length) && aligned_stride(p.self_q_head_stride, p.q_heads));
+  const bool queries_fit =
+      self_queries_fit && (p.candidates * p.seeds == 0 ||
+                           (aligned(p.q) && aligned_stride(p.q_candidate_stride, p.candidates) &&
+                            aligned_stride(p.q_seed_stride, p.seeds) && aligned_stride(p.q_head_stride, p.q_heads)));
+  const bool suits_unit = sixteen_bit && p.scale >= 0 && queries_fit &&
                           history_fits(p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride) &&
                           history_fits(p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride);
   const bool self_counts =
@@ -195,9 +192,6 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
                            .out = problem.self_out,
                            .logsumexp = problem.self_logsumexp,
                            .rows_of_owner = packed ? 0 : static_cast<uint32_t>(problem.length)};
-  const bool target_fits = find_alignment(params.queries[kTarget], problem.candidates, problem.seeds, problem);
-  const bool self_fits = find_alignment(params.queries[kSelf], packed ? 1 : problem.users, problem.length, problem);
-  params.queries_by_vectors = target_fits && self_fits;
   params.group = static_cast<int32_t>(group_of(problem));
   params.rows_by_vectors =
       problem.head_dim % kAlignedElements == 0 && aligned(problem.out) && aligned(problem.self_out);

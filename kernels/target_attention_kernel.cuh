@@ -51,12 +51,7 @@ __global__ __launch_bounds__(kAttentionThreads,
     } else if (threadIdx.x == 32) {
       draw_tiles<T, DIM, KEYS>(params, memory);
     } else if (threadIdx.x >= 64) {
-      const int half = static_cast<int>(threadIdx.x) / 32 - 2;
-      if (params.queries_by_vectors) {
-        gather_queries<T, DIM, KEYS, true>(params, memory, half);
-      } else {
-        gather_queries<T, DIM, KEYS, false>(params, memory, half);
-      }
+      gather_queries<T, DIM, KEYS>(params, memory, static_cast<int>(threadIdx.x) / 32 - 2);
     }
   } else {
     register_increase<kConsumerRegisters>();

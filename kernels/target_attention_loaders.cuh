@@ -1,9 +1,9 @@
 // The warps of the tensor-core kernel of target attention that draw tiles and bring the data.
 #pragma once
 
+#include "kernels/hopper/cp_async.h"
 #include "kernels/hopper/mbarrier.h"
 #include "kernels/hopper/tensor_copy.h"
-#include "kernels/target_attention_gather.cuh"
 #include "kernels/target_attention_memory.cuh"
 #include "kernels/target_attention_packed.cuh"
 
@@ -68,12 +68,17 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
 }
 
 // ---- Two warps gather the query rows of a tile, wherever their candidates stand: each the 64 rows of a warpgroup.
-// BY_VECTORS: all of them can be read 16 bytes at a time.
-template <typename T, int DIM, int KEYS, bool BY_VECTORS>
+template <typename T, int DIM, int KEYS>
 __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory, int number) {
   using namespace hopper;
-  const auto columns = static_cast<int>(params.problem.head_dim);
+  constexpr int kChunk = 8;  // elements of 16 bytes
+  constexpr int kChunksOfRow = DIM / kChunk;
+  constexpr int kLanesOfRow = kChunksOfRow < 32 ? kChunksOfRow : 32;
+  constexpr int kRowsAtATime = 32 / kLanesOfRow;
+  const TargetAttentionProblem& p = params.problem;
   const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int chunk = lane % kLanesOfRow;
+  const int bytes = min(max(static_cast<int>(p.head_dim) - chunk * kChunk, 0), kChunk) * static_cast<int>(sizeof(T));
   RingPosition<kTileSlots> at;
   HalfPosition<AttentionMemory<T, DIM, KEYS>::kHalves> half(number);
   while (true) {
@@ -87,31 +92,32 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
 #pragma unroll
     for (int i = 0; i < 2; ++i) place[i] = place_packed_row(params, tile, first + i * 32 + lane);
     uint32_t out_row[2];
-    uint64_t query[2];
+    const T* query[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const PackedRow<T> row = packed_row_at<T>(params, tile, first + i * 32 + lane, place[i]);
       out_row[i] = row.out_row;
-      query[i] = reinterpret_cast<uint64_t>(row.query);
-      if (!BY_VECTORS && reads_any) prefetch_row(query[i], columns);
+      query[i] = row.query;
     }
     mbarrier_wait(&memory.q_empty[half.slot], half.parity ^ 1);
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       memory.out_row[half.slot][i * 32 + lane] = out_row[i];
       if (!reads_any) continue;
-      const auto place_of = [&](int row, int vector) {
-        T* const panel_row = memory.q[half.slot][vector / 8][i * 32 + row];
-        return reinterpret_cast<uint4*>(panel_row) + ((vector % 8) ^ (row & 7));
-      };
-      if constexpr (BY_VECTORS) {
-        gather_aligned_rows<DIM>({columns, params.problem.k}, query[i], place_of);
-      } else {
-        gather_unaligned_rows<DIM>({columns, params.queries[tile.queries].end}, query[i], place_of);
+#pragma unroll 4
+      for (int j = 0; j < 32; j += kRowsAtATime) {
+        const int from = j + lane / kLanesOfRow;
+        const auto pointer = __shfl_sync(0xffff'ffff, reinterpret_cast<uint64_t>(query[i]), from);
+        const int row = i * 32 + from;
+        const T* const source = reinterpret_cast<const T*>(pointer) + chunk * kChunk;
+        const bool reads = pointer != 0 && bytes > 0;
+        const uint32_t row_address = shared_address(memory.q[half.slot][chunk / 8][row]);
+        cp_async_16(row_address + ((chunk % 8) ^ (row & 7)) * 16, reads ? source : static_cast<const T*>(p.k),
+                    reads ? bytes : 0);
       }
     }
     if (reads_any) {
-      if constexpr (BY_VECTORS) cp_async_wait_all();
+      cp_async_wait_all();
       fence_proxy_async_shared();
     }
     mbarrier_arrive(&memory.q_full[number][at.slot]);

@@ -35,7 +35,6 @@ struct AttentionQueries {
   int64_t owner_stride;  // of a candidate, or of a user (0 where histories are packed)
   int64_t row_stride;    // of a seed, or of a row of the history
   int64_t head_stride;
-  const void* end = nullptr;  // of what may be read
   void* out;
   void* logsumexp;
   uint32_t rows_of_owner;  // seeds, or rows of a padded history (0 where histories are packed)
@@ -67,7 +66,6 @@ struct AttentionParams {
   int32_t group;                // query heads of a key head
   int32_t tile_rows;            // kTileRows or kHalfRows
   bool rows_by_vectors;         // whether rows of the results can be written 16 bytes at a time
-  bool queries_by_vectors;      // whether all queries can be read 16 bytes at a time
   float scale_log2;             // of the logits, times log2(e)
   CUtensorMap k;                // (users, kv_heads, length, D), boxes of 64 elements by the keys of a block
   CUtensorMap v;

@@ -140,9 +140,7 @@ AttentionResults attention_cuda(const char* op, const std::optional<at::Tensor>&
       for (size_t i = 0; i < regular.size(); i += 3) regular[i] = regular[i].neg();  // the queries
       scale = -scale;
     }
-    std::vector<at::Tensor> histories = with_aligned_rows({regular[1], regular[2]}, call.stream());
-    regular[1] = std::move(histories[0]);
-    regular[2] = std::move(histories[1]);
+    regular = with_aligned_rows(std::move(regular), call.stream());
   }
   Job job = job_of(op, {regular[0], regular[1], regular[2], arguments.candidate_to_user, arguments.kv_lengths,
                         arguments.kv_offsets, scale});
