@@ -420,33 +420,50 @@ class Consumer {
   }
 
   // Rows that are not aligned to 16 bytes: the four threads of a row write four words of it that follow each other. In
-  // a row that begins in the middle of a word these have the second half of one pair and the first of the next.
+  // a row that begins in the middle of a word these have the second half of one pair and the first of the next. Each of
+  // these loops is one of independent steps: a chain of them would hold up the warp for longer than the stores do.
   __device__ __forceinline__ void store_by_words(const float (&o)[DIM / 2], const float (&factor)[2],
                                                  const Work& work) {
     using namespace hopper;
+    constexpr int kGroups = DIM / 8;
     const int quarter = thread_ % 4;
-    const auto dim = static_cast<int>(params_.problem.head_dim);
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       auto* const row = reinterpret_cast<uint16_t*>(out_row(work, h));
       const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(row) >> 1 & 1);
-      const int end = work.out_row[h] != kNoRow ? dim : 0;
-      uint32_t before = 0;  // the pair of the group before
+      const int end = work.out_row[h] != kNoRow ? static_cast<int>(params_.problem.head_dim) : 0;
+      uint32_t word[kGroups];
 #pragma unroll
-      for (int i = 0; i < DIM / 8; ++i) {
-        const uint32_t pair = rounded(o, factor, i, h);
-        // From the thread before; the first one gets the last one's of the group before.
-        const uint32_t lower =
-            __shfl_sync(0xffff'ffff, quarter == 3 ? before : pair, thread_ % 32 / 4 * 4 + (quarter + 3) % 4);
-        before = pair;
-        const int column = 8 * i + 2 * quarter - odd;  // of the word
-        const uint32_t word = odd != 0 ? __funnelshift_r(lower, pair, 16) : pair;
-        // The first word of such a row has one element of it, and so may the last.
-        if (i == 0) store_half_if(column < 0 && end > 0, row, word >> 16);
-        store_word_if(column >= 0 && column + 1 < end, row + column, word);
-        store_half_if(column >= 0 && column + 1 == end, row + column, word);
+      for (int i = 0; i < kGroups; ++i) word[i] = rounded(o, factor, i, h);
+      if (__any_sync(0xffff'ffff, odd)) {
+        // A row's last element, and the pairs of the thread before; the first one gets the last one's of the group
+        // before.
+        store_half_if(odd != 0 && quarter == 3 && end == DIM, row + DIM - 1, word[kGroups - 1] >> 16);
+        uint32_t lower[kGroups];
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i) {
+          const uint32_t before = i > 0 ? word[i - 1] : 0;
+          lower[i] =
+              __shfl_sync(0xffff'ffff, quarter == 3 ? before : word[i], thread_ % 32 / 4 * 4 + (quarter + 3) % 4);
+        }
+#pragma unroll
+        for (int i = 0; i < kGroups; ++i) {
+          word[i] = odd != 0 ? __funnelshift_r(lower[i], word[i], 16) : word[i];
+        }
+        store_half_if(odd != 0 && quarter == 0 && end > 0, row, word[0] >> 16);
       }
-      store_half_if(odd != 0 && quarter == 3 && end == DIM, row + DIM - 1, before >> 16);
+      uint32_t last = 0;  // a word of which the row has the first element alone
+      bool has_last = false;
+#pragma unroll
+      for (int i = 0; i < kGroups; ++i) {
+        const int column = 8 * i + 2 * quarter - odd;  // of the word
+        const bool begins = i > 0 || column >= 0;
+        store_word_if(begins && column + 1 < end, row + column, word[i]);
+        const bool is_last = begins && column + 1 == end;
+        last = is_last ? word[i] : last;
+        has_last |= is_last;
+      }
+      store_half_if(has_last, row + end - 1, last);
     }
   }
 
