@@ -260,7 +260,8 @@ class Verifier {
         for (std::size_t i = 0; i < inputs.size(); ++i) {
           if (random_.inputs()[i].side != side) continue;
           // Open sizes of a request file may differ from drawn ones: reversed rows move the score as well.
-          inputs[i] = other[i].sizes() == inputs[i].sizes() ? other[i] : inputs[i].flip({0});
+          const bool bags = random_.inputs()[i].bags != RequestInput::Bags::kNone;  // values and offsets of one draw
+          inputs[i] = bags || other[i].sizes() == inputs[i].sizes() ? other[i] : inputs[i].flip({0});
         }
         const Tensors outputs = run(*original_, calls(inputs));
         for (std::size_t o = 0; o < base.size(); ++o) moved = moved || largest_difference(base[o], outputs[o]) > 0;
