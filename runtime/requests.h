@@ -69,9 +69,9 @@ class RequestLayout {
 ///    "count": N,                          only where the model has no candidate input
 ///    "labels": [N], "baselines": {"popularity": [N]}, "names": [N], "history_names": [...]}]}   all optional
 ///
-/// Bags of many lengths are lists: a user's is a list of values, those of the candidates are one list a candidate; their
-/// offsets are not given. Inputs go by the name, the path or the graph value; the parts of a packed input by the input's name too, the columns
-/// of each part in their order.
+/// Bags of many lengths are lists: a user's is a list of values, those of the candidates are one list a candidate;
+/// their offsets are not given. Inputs go by the name, the path or the graph value; the parts of a packed input by the
+/// input's name too, the columns of each part in their order.
 std::vector<Request> parse_requests(const graph::Json& json, const RequestLayout& layout);
 std::vector<Request> read_requests(const std::filesystem::path& path, const RequestLayout& layout);
 

@@ -292,7 +292,8 @@ void Assembly::sample(const graph::Archive& source, Result& result) {
     const std::int64_t count = graph::bag_bounds(bags, own.offsets, own.values[0]).numel() - 1;
     const bool of_users = program.graph.tensors.at(bags.offsets).sizes[0].depends_on(user_symbol);
     if (count == 0) continue;
-    const auto chosen = graph::select_bags(bags, own, at::arange(of_users ? users : candidates, at::kLong).remainder(count));
+    const auto chosen =
+        graph::select_bags(bags, own, at::arange(of_users ? users : candidates, at::kLong).remainder(count));
     given[bags.offsets] = chosen.offsets;
     for (std::size_t i = 0; i < bags.values.size(); ++i) given[bags.values[i]] = chosen.values[i];
   }

@@ -21,6 +21,7 @@ class Bags {
  public:
   explicit Bags(const graph::Graph& graph) : graph_(graph) {
     for (const auto& [name, meta] : graph_.tensors) taken_.insert(name);
+    for (const auto& [name, e] : graph_.sym_ints) taken_.insert(name);
     for (const Node& node : graph_.nodes) {
       for (const std::string& name : graph::input_names(node)) read_.insert(name);
       for (const std::string& name : graph::output_names(node)) makers_[name] = &node;
@@ -46,6 +47,9 @@ class Bags {
     const Argument* a = node.find(argument);
     const auto* i = a != nullptr ? std::get_if<std::int64_t>(a) : nullptr;
     return i != nullptr ? *i : otherwise;
+  }
+  static bool from_the_end(const Node& node) {
+    return node.target == "torch.ops.aten.embedding_bag.padding_idx" && integer(node, "padding_idx", 0) < 0;
   }
   static bool flag(const Node& node, const char* argument) {
     const Argument* a = node.find(argument);
@@ -85,6 +89,8 @@ class Bags {
     const bool weighted = tensor_argument(node, "per_sample_weights") != nullptr;
     if (weighted || includes_last_offset(node) || flag(node, "scale_grad_by_freq")) return false;
     if (padding >= 0 && mode == 2) return false;
+    // Counted from the end of the table, where the operator takes it; -1 means none to the others.
+    if (padding < -1 || from_the_end(node)) return false;
     const auto& table = graph_.tensors.at(*weight).sizes;
     const auto& sizes = graph_.tensors.at(*ids).sizes;
     const std::vector<Expr> entries{sizes[0], sizes[1], table[1]};

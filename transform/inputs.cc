@@ -206,8 +206,7 @@ InputSides sides_of(const graph::Program& program, const std::vector<UserInput>&
   }
   // Frozen batches say nothing where no input has a dynamic one: an export of a single example.
   const bool any_batch = std::any_of(inputs.begin(), inputs.end(), [&](const UserInput& input) {
-    return !request_only.whole.contains(input.value) && input.value != sides.index &&
-           !symbol_of(input).empty();
+    return !request_only.whole.contains(input.value) && input.value != sides.index && !symbol_of(input).empty();
   });
   for (const UserInput& input : inputs) {
     const graph::TensorMeta& meta = meta_of(input);

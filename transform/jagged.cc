@@ -123,7 +123,8 @@ std::vector<JaggedBags> find_jagged(const graph::Program& program, const std::ve
 void Rewriter::bind_bags(const JaggedBags& bags) {
   totals_.insert(bags.total);
   bag_offsets_[bags.input.offsets] = bags.total;
-  for (const std::string& name : bags.input.values) values_[name] = {Level::kJagged, Batch{0, 1}, name, {}, nullptr, {}};
+  for (const std::string& name : bags.input.values)
+    values_[name] = {Level::kJagged, Batch{0, 1}, name, {}, nullptr, {}};
   values_[bags.input.offsets] = {Level::kJagged, {}, bags.input.offsets, {}, nullptr, {}};
 }
 
@@ -136,9 +137,8 @@ bool Rewriter::concerns_bags(const Node& node) const {
   const auto mentions = [&](const auto& table, const std::string& name) {
     if (!table.contains(name)) return false;
     const std::string text = table.at(name).dump();
-    return std::any_of(totals_.begin(), totals_.end(), [&](const auto& total) {
-      return text.find("Symbol('" + total + "'") != std::string::npos;
-    });
+    return std::any_of(totals_.begin(), totals_.end(),
+                       [&](const auto& total) { return text.find("Symbol('" + total + "'") != std::string::npos; });
   };
   for (const std::string& name : graph::input_names(node)) {
     const auto value = values_.find(name);

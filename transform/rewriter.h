@@ -21,7 +21,8 @@ namespace ikbo::transform {
 ///   kCandidate  v is the same tensor in both (batch axis, if any, at B_cand);
 ///   kJagged     v is made of request-only bags of many lengths: values, whose new tensor has one bag a user and v each
 ///               candidate's copy of it one after the other (the batch given is the values', of their own number), or
-///               their offsets (no batch). Nothing copies them: only bags and what is done entry by entry are understood.
+///               their offsets (no batch). Nothing copies them: only bags and what is done entry by entry are
+///               understood.
 /// Each rewrite is checked against this alone, so that it is right whatever made its operands.
 enum class Level { kShared, kUniform, kUser, kCandidate, kJagged };
 

@@ -143,7 +143,6 @@ Result transform(const graph::Archive& given, const Options& options) {
   check_understood(given.program);
   graph::Archive archive = given;
   archive.program.graph = even_bags(given.program.graph);
-  if (options.mode == Mode::kIkbo) archive = reduce_strength(archive);
   const Program& program = archive.program;
   const auto inputs = graph::user_inputs(program);
   RequestOnly request_only = select_request_only(program, inputs, options.request_only);
@@ -153,6 +152,10 @@ Result transform(const graph::Archive& given, const Options& options) {
   assembly.mode = options.mode;
 
   const InputSides sides = sides_of(program, inputs, request_only, options.index);
+  // Other modes keep the original's operators, but for those that would be refused.
+  if (options.mode == Mode::kIkbo || sides.broadcasts_inside()) {
+    archive = reduce_strength(archive, options.mode == Mode::kIkbo ? Strengths::kAll : Strengths::kRows);
+  }
   assembly.inputs = sides.inputs;
   assembly.candidate_symbol = sides.candidate_symbol;
   for (const JaggedBags& bags : sides.jagged) assembly.jagged.push_back(bags.input);

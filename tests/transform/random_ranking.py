@@ -220,4 +220,15 @@ class RankingSteps(Steps):
         ids = [i for i in self.ids() if self.values[i].dim() == 2]
         kind = self.random.choice(["sum", "mean", "max"])
         padding = 0 if kind != "max" and self.random.random() < 0.4 else None
+        if self.bags and self.random.random() < 0.8:
+            side = self.random.choice(["hist", "item"])
+            table = self.layer(torch.nn.EmbeddingBag(VOCABULARY, WIDTH, mode=kind, padding_idx=padding, include_last_offset=side == "hist"))
+            scale = self.layer(torch.nn.Embedding(VOCABULARY, 1))
+            forms: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+                lambda v, o: table(v, o), lambda v, o: table((v * 3 + 1) % VOCABULARY, o),
+            ]  # fmt: skip
+            if kind == "sum":
+                forms.append(lambda v, o: table(v, o, torch.sigmoid(scale(v)).squeeze(-1)))
+            self.add(self.random.choice(forms), [self.bags[f"{side}_values"], self.bags[f"{side}_offsets"]])
+            return
         self.add(self.layer(torch.nn.EmbeddingBag(VOCABULARY, WIDTH, mode=kind, padding_idx=padding)), [self.pick(ids)])
