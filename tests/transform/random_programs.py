@@ -51,7 +51,9 @@ class Maker(RankingSteps):
         def score(*values: torch.Tensor) -> torch.Tensor:
             return torch.stack([v.reshape(v.shape[0], -1).mean(1) for v in values], dim=1)
 
-        chosen = sorted(set(rows[-4:] + [self.pick(rows), item]))
+        while self.bags and len(self.of_bags) < 2:  # export drops inputs' sizes with what nothing reads
+            self.bag()
+        chosen = sorted(set(rows[-4:] + [self.pick(rows), item, *self.of_bags.values()]))
         self.program.outputs.append(self.add(score, chosen))
         extra = [i for i in rows[-3:] if self.values[i].is_contiguous()]
         if extra and self.random.random() < 0.4:

@@ -93,6 +93,7 @@ class Steps:
         self.values = read_inputs(self.example, self.kind)
         self.owner = len(self.values) - 1 if self.kind == "looked up" else None
         self.bags = {n: i for i, n in enumerate(self.example) if n.endswith(("_values", "_offsets"))}
+        self.of_bags: dict[str, int] = {}  # what an embedding bag of each side made last
         self.recent: list[int] = []
 
     # ---- choosing operands ----
