@@ -36,13 +36,31 @@ class Bags {
     result.nodes.clear();
     made_ = &result;
     for (const Node& node : graph_.nodes) {
-      if (is_bag(node) && even(node)) continue;
+      if (is_bag(node) && even(node)) {
+        offsets_.insert(*tensor_argument(node, "offsets"));
+        continue;
+      }
       result.nodes.push_back(node);
     }
+    drop_unread(result);
     return result;
   }
 
  private:
+  // Offsets depend on the number of rows as a number, which models that broadcast inside may not read.
+  void drop_unread(graph::Graph& result) const {
+    std::set<std::string> read;
+    for (const Node& node : result.nodes) {
+      for (std::string& name : graph::input_names(node)) read.insert(std::move(name));
+    }
+    for (const Argument& a : result.outputs) {
+      for (std::string& name : graph::value_names(a)) read.insert(std::move(name));
+    }
+    std::erase_if(result.nodes, [&](const Node& node) {
+      const auto made = graph::output_names(node);
+      return made.size() == 1 && offsets_.contains(made[0]) && !read.contains(made[0]);
+    });
+  }
   static std::int64_t integer(const Node& node, const char* argument, std::int64_t otherwise) {
     const Argument* a = node.find(argument);
     const auto* i = a != nullptr ? std::get_if<std::int64_t>(a) : nullptr;
@@ -152,6 +170,7 @@ class Bags {
   graph::Graph* made_ = nullptr;
   std::map<std::string, const Node*> makers_;
   std::set<std::string> read_;
+  std::set<std::string> offsets_;  // of bags that were replaced
   std::set<std::string> taken_;
 };
 

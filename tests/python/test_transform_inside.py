@@ -32,6 +32,7 @@ class Inside(nn.Module):
         self.small = nn.Linear(WIDTH, WIDTH)
         self.unit = nn.Linear(4 * WIDTH, 1)
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.bag = nn.EmbeddingBag(11, WIDTH, mode="mean")
         self.register_buffer("upper", torch.ones(3, 3).triu(1).bool())
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
@@ -187,6 +188,9 @@ FORMS = {
         torch.stack([x["user_dense"].sum(), x["user_seq"].mean(), x["user_dense"][0, 2], x["user_id"][0] * 1.0]) * x["item_dense"]
     ).sum(1),
     "pairs by a mask": lambda m, x: torch.masked_select(x["item_fields"] @ x["item_fields"].mT * x["user_dense"][0, 0], m.upper).view(-1, 3).sum(1),
+    "bags of one length": lambda m, x: (
+        m.bag(x["user_items"]) * x["item_dense"] * m.bag(torch.stack([x["item_id"], x["item_id"] * 2 % 11], 1))
+    ).sum(1),
     "in place": lambda m, x: m.small(x["item_dense"]).mul_(x["user_dense"]).relu_().sum(1),
     "squeezed": lambda m, x: m.unit(torch.cat([spread(x), spread(x), x["item_dense"], x["item_dense"]], 1)).squeeze(),
 }
