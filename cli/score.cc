@@ -149,6 +149,8 @@ void add_score(CLI::App& app, Action& action) {
       "JSON:\n"
       "  {\"requests\": [{\"id\": \"anna\", \"user\": {\"user_id\": 7, \"hist_item\": [3, 9]},\n"
       "                 \"candidates\": {\"item_id\": [4, 5, 6]}, \"names\": [\"x\", \"y\", \"z\"]}]}\n"
+      "Bags given as values and offsets are lists of values: one for the user, one for each candidate; their offsets "
+      "are not given.\n"
       "Inputs are named as `ikbo inspect` names them; \"names\", \"labels\", \"baselines\" and \"history_names\" may "
       "be "
       "left out.\n\n"

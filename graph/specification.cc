@@ -71,6 +71,10 @@ Json specification_to_json(const Specification& s) {
                               {"user_columns", p.user_columns},
                               {"columns", p.columns}});
   }
+  json["jagged"] = Json::array();
+  for (const JaggedInput& j : s.jagged) {
+    json["jagged"].push_back({{"values", j.values}, {"offsets", j.offsets}, {"includes_end", j.includes_end}});
+  }
   json["operators"] = Json::array();
   for (const OperatorEntry& o : s.operators) {
     Json entry = {{"node", o.node}, {"target", o.target}, {"role", role_name(o.role)}};
@@ -108,6 +112,10 @@ Specification specification_from_json(const Json& json) {
                           p.at("candidate_value").get<std::string>(),
                           p.at("user_columns").get<std::vector<std::pair<std::int64_t, std::int64_t>>>(),
                           p.at("columns").get<std::int64_t>()});
+    }
+    for (const Json& j : json.value("jagged", Json::array())) {
+      s.jagged.push_back({j.at("values").get<std::vector<std::string>>(), j.at("offsets").get<std::string>(),
+                          j.at("includes_end").get<bool>()});
     }
     for (const Json& o : json.at("operators")) {
       OperatorEntry entry;

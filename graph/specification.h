@@ -35,6 +35,14 @@ struct PackedInput {
   std::int64_t columns = 0;
 };
 
+/// Bags of many lengths (EmbeddingBag over values and offsets): the entries of all rows one after the other, and where
+/// each row's begin. A row's bag is what belongs to a user or candidate; values have no rows of their own.
+struct JaggedInput {
+  std::vector<std::string> values;  // inputs with one entry (of any shape) in dimension 0 for each of a bag's
+  std::string offsets;              // the input that says where each bag begins
+  bool includes_end = false;        // offsets have one more entry: where the last bag ends
+};
+
 /// How an operator came to where it runs.
 enum class Role {
   kConstant,     // depends on no batch
@@ -75,6 +83,7 @@ struct Specification {
   Range candidate_range;
   std::vector<InputEntry> inputs;
   std::vector<PackedInput> packed;
+  std::vector<JaggedInput> jagged;
   std::vector<OperatorEntry> operators;
 };
 

@@ -84,6 +84,8 @@ void InputChecks::check_expressions(std::span<const at::Tensor> inputs, std::vec
       const std::int64_t size = inputs[i].size(static_cast<std::int64_t>(d));
       for (const std::string& name : dim.expr.symbols()) {
         if (values.contains(name)) continue;
+        const auto more = (dim.expr - graph::Expr::symbol(name)).as_integer();  // batch + 1
+        if (more && size >= *more) values[name] = size - *more;
         const auto factor = dim.expr.multiple_of(name);
         const auto multiple = factor ? factor->evaluate(values) : std::nullopt;
         if (multiple && *multiple > 0 && size % *multiple == 0) values[name] = size / *multiple;

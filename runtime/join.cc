@@ -1,13 +1,17 @@
+#include <ATen/TensorOperators.h>
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/equal.h>
+#include <ATen/ops/full.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
+#include <ATen/ops/zeros.h>
 
 #include <algorithm>
 #include <limits>
 
 #include "graph/error.h"
+#include "graph/jagged.h"
 #include "runtime/requests.h"
 
 namespace ikbo::runtime {
@@ -29,7 +33,8 @@ const at::Tensor& tensor_of(const Request& request, const RequestInput& input) {
 // A dimension that the model leaves open must still be the same in all requests of a call.
 void check_row(const Request& request, const RequestInput& input, const at::Tensor& tensor, const Request& first,
                const at::Tensor& model) {
-  const auto skip = input.side == Side::kCandidate ? std::size_t{1} : std::size_t{0};
+  const bool values = input.bags == RequestInput::Bags::kValues;
+  const auto skip = values || input.side == Side::kCandidate ? std::size_t{1} : std::size_t{0};
   if (tensor.scalar_type() != graph::scalar_type(input.dtype)) {
     fail("request \"{}\": input '{}' is {}, expected {}", request.id, input.name,
          graph::dtype_name(graph::dtype_of(tensor.scalar_type())), graph::dtype_name(input.dtype));
@@ -38,7 +43,7 @@ void check_row(const Request& request, const RequestInput& input, const at::Tens
     fail("request \"{}\": input '{}' has {} dimensions, expected {}", request.id, input.name, tensor.dim(),
          input.row.size() + skip);
   }
-  if (skip == 1 && tensor.size(0) != request.count) {
+  if (skip == 1 && !values && tensor.size(0) != request.count) {
     fail("request \"{}\": input '{}' has {} rows for {} candidates", request.id, input.name, tensor.size(0),
          request.count);
   }
@@ -68,7 +73,37 @@ at::Tensor join_input(const RequestInput& input, const std::vector<const Request
     parts.push_back(tensor);
   }
   if (input.side == Side::kShared) return parts.front();
-  return input.side == Side::kRequestOnly ? at::stack(parts) : parts.size() == 1 ? parts.front() : at::cat(parts);
+  const bool rows = input.side == Side::kRequestOnly && input.bags == RequestInput::Bags::kNone;
+  return rows ? at::stack(parts) : parts.size() == 1 ? parts.front() : at::cat(parts);
+}
+
+// Where every bag of all requests begins: a user's is all of its values, a candidate's what its request says.
+at::Tensor join_offsets(const RequestLayout& layout, const graph::JaggedInput& bags,
+                        const std::vector<const Request*>& requests) {
+  const RequestInput& input = layout.inputs()[layout.position(bags.offsets)];
+  std::vector<at::Tensor> parts{at::zeros({1}, at::kLong)};
+  std::int64_t total = 0;
+  for (const Request* request : requests) {
+    const at::Tensor& values = tensor_of(*request, layout.inputs()[layout.position(bags.values.front())]);
+    for (const std::string& name : bags.values) {
+      const RequestInput& other = layout.inputs()[layout.position(name)];
+      if (tensor_of(*request, other).size(0) == values.size(0)) continue;
+      fail("request \"{}\": input '{}' has {} values where '{}' has {}, and they belong together", request->id,
+           other.name, tensor_of(*request, other).size(0), bags.values.front(), values.size(0));
+    }
+    if (input.side == Side::kCandidate) {
+      const at::Tensor bounds = graph::bag_bounds(bags, tensor_of(*request, input), values);
+      if (bounds.numel() != request->count + 1) {
+        fail("request \"{}\": input '{}' has {} bags for {} candidates", request->id, input.name, bounds.numel() - 1,
+             request->count);
+      }
+      parts.push_back(bounds.slice(0, 1) + total);
+    } else {
+      parts.push_back(at::full({1}, total + values.size(0), at::kLong));
+    }
+    total += values.size(0);
+  }
+  return graph::bag_offsets(bags, at::cat(parts), graph::scalar_type(input.dtype));
 }
 
 at::Tensor make_index(const RequestInput& input, const std::vector<const Request*>& requests, std::int64_t candidates) {
@@ -113,8 +148,15 @@ Batch join_requests(const RequestLayout& layout, std::span<const Request> reques
     fail("{} candidates in one call: at most 2147483647", batch.candidates());
   }
   for (const RequestInput& input : layout.inputs()) {
-    batch.inputs.push_back(input.side == Side::kIndex ? make_index(input, active, batch.candidates())
-                                                      : join_input(input, active));
+    if (input.bags == RequestInput::Bags::kOffsets) {
+      batch.inputs.emplace_back();  // below, once the values are known to be tensors of the right rank
+    } else {
+      batch.inputs.push_back(input.side == Side::kIndex ? make_index(input, active, batch.candidates())
+                                                        : join_input(input, active));
+    }
+  }
+  for (const graph::JaggedInput& bags : layout.jagged()) {
+    batch.inputs[layout.position(bags.offsets)] = join_offsets(layout, bags, active);
   }
   return batch;
 }
@@ -157,10 +199,24 @@ std::vector<OriginalCall> original_calls(const graph::Program& original, const g
     }
     return side == Side::kCandidate && candidates.defined() ? tensor.index_select(0, candidates) : tensor;
   };
+  // Bags of many lengths: each candidate's copy of its user's.
+  std::map<std::string, at::Tensor> copied;
+  for (const graph::JaggedInput& bags : layout.jagged()) {
+    if (side_of(bags.offsets) != Side::kRequestOnly) continue;
+    graph::JaggedRows own{{}, inputs[position.at(bags.offsets)]};
+    for (const std::string& value : bags.values) own.values.push_back(inputs[position.at(value)]);
+    const graph::JaggedRows of_candidates = graph::select_bags(bags, own, index);
+    copied[bags.offsets] = of_candidates.offsets;
+    for (std::size_t i = 0; i < bags.values.size(); ++i) copied[bags.values[i]] = of_candidates.values[i];
+  }
   const auto call = [&](std::int64_t user, const at::Tensor& candidates) {
     OriginalCall made;
     made.candidates = candidates;
     for (const graph::UserInput& input : originals) {
+      if (const auto bags = copied.find(input.value); bags != copied.end()) {
+        made.inputs.push_back(bags->second);
+        continue;
+      }
       const auto packed = std::find_if(
           specification.packed.begin(), specification.packed.end(),
           [&](const graph::PackedInput& p) { return p.name == input.name || p.candidate_value == input.value; });

@@ -68,10 +68,10 @@ void Model::check_ids(std::span<const Request> requests) const {
                                                                    : request.shared;
       const auto found = table.find(range.value);
       if (found == table.end()) continue;  // joining names what is missing
-      const bool user = input->side == graph::Side::kRequestOnly;
+      // A user's value has no batch axis in the request; those of a bag are several.
+      const bool user = input->side == graph::Side::kRequestOnly && input->bags == RequestInput::Bags::kNone;
       auto bad = find_bad_id(user ? found->second.unsqueeze(0) : found->second, range);
       if (!bad) continue;
-      // A user's value has no batch axis in the request.
       if (user) bad->position.erase(bad->position.begin());
       std::string where;
       for (const std::int64_t p : bad->position) where += fmt::format("[{}]", p);

@@ -3,16 +3,20 @@
 #include <ATen/ops/aminmax.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/full.h>
+#include <ATen/ops/tensor.h>
 
 #include <algorithm>
 #include <cmath>
 #include <limits>
 
 #include "graph/error.h"
+#include "graph/jagged.h"
 
 namespace ikbo::runtime {
 
 using graph::Side;
+
+constexpr std::int64_t kLongestBag = 6;  // of many lengths, as drawn
 
 RandomInputs::RandomInputs(const graph::Archive& transformed, const graph::Specification& specification,
                            std::uint64_t seed)
@@ -125,8 +129,24 @@ std::vector<at::Tensor> RandomInputs::draw(std::int64_t users, std::int64_t cand
   std::map<std::string, std::int64_t> values = symbols_;
   values[user_symbol_] = users;
   values[candidate_symbol_] = candidates;
+  std::map<std::string, at::Tensor> offsets;
+  for (const graph::JaggedInput& bags : layout_.jagged()) {
+    const std::size_t at = layout_.position(bags.offsets);
+    const std::int64_t rows = layout_.inputs()[at].side == Side::kRequestOnly ? users : candidates;
+    std::vector<std::int64_t> bounds{0};
+    for (std::int64_t i = 0; i < rows; ++i) bounds.push_back(bounds.back() + uniform(0, kLongestBag));
+    offsets[bags.offsets] =
+        graph::bag_offsets(bags, at::tensor(bounds, at::kLong), graph::scalar_type(metas_[at].dtype));
+    for (const std::string& value : bags.values) {
+      for (const std::string& total : metas_[layout_.position(value)].sizes[0].symbols()) values[total] = bounds.back();
+    }
+  }
   std::vector<at::Tensor> tensors;
   for (std::size_t i = 0; i < metas_.size(); ++i) {
+    if (const auto drawn = offsets.find(layout_.inputs()[i].value); drawn != offsets.end()) {
+      tensors.push_back(drawn->second);
+      continue;
+    }
     if (layout_.inputs()[i].side == Side::kIndex) {
       tensors.emplace_back();
       continue;

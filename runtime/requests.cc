@@ -2,6 +2,7 @@
 
 #include <ATen/ops/cat.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/equal.h>
 #include <ATen/ops/stack.h>
 #include <ATen/ops/tensor.h>
 #include <fmt/ranges.h>
@@ -13,6 +14,7 @@
 #include <set>
 
 #include "graph/error.h"
+#include "graph/jagged.h"
 
 namespace ikbo::runtime {
 namespace {
@@ -179,7 +181,12 @@ class RequestReader {
     request.count = -1;
     if (json_.contains("count")) request.count = json_["count"].get<std::int64_t>();
     for (const RequestInput& input : layout_.inputs()) {
-      if (input.side != Side::kIndex) read_input(input, request);
+      if (input.side == Side::kIndex || input.bags == RequestInput::Bags::kOffsets) continue;
+      if (input.side == Side::kCandidate && input.bags == RequestInput::Bags::kValues) {
+        read_bags(input, request);
+      } else {
+        read_input(input, request);
+      }
     }
     if (request.count < 0) fail("the model has no candidate input, so give the number of candidates as \"count\"");
     read_extras(request);
@@ -206,8 +213,11 @@ class RequestReader {
       const RequestInput* elsewhere = nullptr;
       bool found = false;
       for (const RequestInput& input : layout_.inputs()) {
-        if (input.side == side) here.push_back(input.name);
+        if (input.side == side && input.bags != RequestInput::Bags::kOffsets) here.push_back(input.name);
         if (!names_it(input)) continue;
+        if (input.bags == RequestInput::Bags::kOffsets) {
+          fail("'{}' is not given: offsets of bags follow from the lengths of their lists", input.name);
+        }
         found = found || input.side == side;
         elsewhere = &input;
       }
@@ -220,17 +230,52 @@ class RequestReader {
     }
   }
 
-  void read_input(const RequestInput& input, Request& request) {
+  const Json& given(const RequestInput& input) const {
     const Json* json = nullptr;
     for (const std::string& name : input.accepted) {
       if (section(input.side).contains(name)) json = &section(input.side)[name];
     }
     if (json == nullptr) fail("input '{}' is missing in \"{}\"", input.name, section_name(input.side));
+    return *json;
+  }
+
+  // One list of values a candidate. All inputs of the same bags must have the same lengths.
+  void read_bags(const RequestInput& input, Request& request) {
+    const Json& json = given(input);
+    if (!json.is_array()) fail("'{}': expected one list of values a candidate", input.name);
+    const auto count = static_cast<std::int64_t>(json.size());
+    if (request.count >= 0 && count != request.count) {
+      fail("'{}': expected {} lists, given {}", input.name, request.count, count);
+    }
+    request.count = count;
+    std::vector<std::int64_t> sizes = input.row;
+    sizes.insert(sizes.begin(), -1);
+    std::vector<std::int64_t> bounds{0};
+    std::vector<at::Tensor> lists;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::string name = fmt::format("{}[{}]", input.name, i);
+      lists.push_back(TensorReader(name, input.dtype, sizes).read(json[static_cast<std::size_t>(i)]));
+      bounds.push_back(bounds.back() + lists.back().size(0));
+    }
+    for (std::int64_t& size : sizes) size = std::max<std::int64_t>(size, 0);
+    if (lists.empty()) lists.push_back(at::empty(sizes, graph::scalar_type(input.dtype)));
+    request.candidates[input.value] = at::cat(lists);
+    const graph::JaggedInput& bags = *layout_.bags_of(input.value);
+    const RequestInput& offsets = layout_.inputs()[layout_.position(bags.offsets)];
+    at::Tensor made = graph::bag_offsets(bags, at::tensor(bounds, at::kLong), graph::scalar_type(offsets.dtype));
+    const auto [other, added] = request.candidates.emplace(bags.offsets, made);
+    if (added || at::equal(other->second, made)) return;
+    fail("'{}': its lists have other lengths than those of '{}'", input.name, bags.values.front());
+  }
+
+  void read_input(const RequestInput& input, Request& request) {
     std::vector<std::int64_t> sizes = input.row;
     if (input.side == Side::kCandidate) {
       sizes.insert(sizes.begin(), request.count);
+    } else if (input.bags == RequestInput::Bags::kValues) {
+      sizes.insert(sizes.begin(), -1);
     }
-    at::Tensor tensor = TensorReader(input.name, input.dtype, sizes).read(*json);
+    at::Tensor tensor = TensorReader(input.name, input.dtype, sizes).read(given(input));
     if (input.side == Side::kCandidate) {
       request.count = tensor.size(0);
       request.candidates[input.value] = std::move(tensor);
@@ -286,7 +331,8 @@ void add_name(std::vector<std::string>& names, const std::string& name) {
 
 }  // namespace
 
-RequestLayout::RequestLayout(const graph::Program& program, const graph::Specification& specification) {
+RequestLayout::RequestLayout(const graph::Program& program, const graph::Specification& specification)
+    : jagged_(specification.jagged) {
   for (const graph::UserInput& user : graph::user_inputs(program)) {
     const auto entry = std::find_if(specification.inputs.begin(), specification.inputs.end(),
                                     [&](const graph::InputEntry& e) { return e.value == user.value; });
@@ -305,6 +351,12 @@ RequestLayout::RequestLayout(const graph::Program& program, const graph::Specifi
       }
     }
     input.side = entry->side;
+    for (const graph::JaggedInput& bags : specification.jagged) {
+      if (bags.offsets == user.value) input.bags = RequestInput::Bags::kOffsets;
+      if (std::find(bags.values.begin(), bags.values.end(), user.value) != bags.values.end()) {
+        input.bags = RequestInput::Bags::kValues;
+      }
+    }
     input.dtype = meta->second.dtype;
     const bool batched = input.side == graph::Side::kRequestOnly || input.side == graph::Side::kCandidate;
     if (batched && meta->second.sizes.empty()) fail("input '{}' has no batch axis", user.path);
@@ -313,6 +365,19 @@ RequestLayout::RequestLayout(const graph::Program& program, const graph::Specifi
     }
     inputs_.push_back(std::move(input));
   }
+}
+
+const graph::JaggedInput* RequestLayout::bags_of(const std::string& value) const {
+  const auto found = std::find_if(jagged_.begin(), jagged_.end(), [&](const graph::JaggedInput& bags) {
+    return std::find(bags.values.begin(), bags.values.end(), value) != bags.values.end();
+  });
+  return found == jagged_.end() ? nullptr : &*found;
+}
+
+std::size_t RequestLayout::position(const std::string& value) const {
+  const auto found = std::find_if(inputs_.begin(), inputs_.end(), [&](const auto& i) { return i.value == value; });
+  if (found == inputs_.end()) fail("the transformed archive has no input '{}'", value);
+  return static_cast<std::size_t>(found - inputs_.begin());
 }
 
 std::vector<Request> parse_requests(const graph::Json& json, const RequestLayout& layout) {

@@ -14,7 +14,9 @@
 
 namespace ikbo::runtime {
 
-/// One user and the candidates to score for them, as tensors of the model's types.
+/// One user and the candidates to score for them, as tensors of the model's types. Bags of many lengths: a user's is
+/// the values alone (their offsets are no part of a request); those of the candidates are values and offsets, the
+/// latter counted from 0 and in the form that the model takes.
 struct Request {
   std::string id;
   std::map<std::string, at::Tensor> user;        // graph value -> one row, without the batch axis
@@ -37,6 +39,8 @@ struct RequestInput {
   graph::Side side = graph::Side::kShared;
   graph::DType dtype = graph::DType::kFloat32;
   std::vector<std::int64_t> row;  // sizes without the batch axis (all of them when shared); -1: any
+  // Of bags of many lengths: `row` is that of one value.
+  enum class Bags { kNone, kValues, kOffsets } bags = Bags::kNone;
 };
 
 /// The inputs of a transformed archive, in the graph's order, `candidate_to_user` among them.
@@ -44,9 +48,15 @@ class RequestLayout {
  public:
   RequestLayout(const graph::Program& program, const graph::Specification& specification);
   const std::vector<RequestInput>& inputs() const { return inputs_; }
+  const std::vector<graph::JaggedInput>& jagged() const { return jagged_; }
+  /// The bags that an input is the values of; nullptr for other inputs.
+  const graph::JaggedInput* bags_of(const std::string& value) const;
+  /// Where an input stands in inputs(). Throws ikbo::Error where there is none.
+  std::size_t position(const std::string& value) const;
 
  private:
   std::vector<RequestInput> inputs_;
+  std::vector<graph::JaggedInput> jagged_;
 };
 
 /// Reads requests. Throws ikbo::Error that names the request, the input and the position of what is missing, unknown,
@@ -59,8 +69,9 @@ class RequestLayout {
 ///    "count": N,                          only where the model has no candidate input
 ///    "labels": [N], "baselines": {"popularity": [N]}, "names": [N], "history_names": [...]}]}   all optional
 ///
-/// Inputs go by the name, the path or the graph value; the parts of a packed input by the input's name too, the columns
-/// of each part in their order.
+/// Bags of many lengths are lists: a user's is a list of values, those of the candidates are one list a candidate;
+/// their offsets are not given. Inputs go by the name, the path or the graph value; the parts of a packed input by the
+/// input's name too, the columns of each part in their order.
 std::vector<Request> parse_requests(const graph::Json& json, const RequestLayout& layout);
 std::vector<Request> read_requests(const std::filesystem::path& path, const RequestLayout& layout);
 

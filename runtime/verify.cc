@@ -99,6 +99,9 @@ class Verifier {
         specification_(specification_of(transformed)),
         random_(transformed, specification_, options.seed),
         names_(output_names(original.program)) {
+    for (const std::string& name : output_names(transformed.program)) {
+      candidate_axes_.push_back(candidate_axis(transformed.program, name));
+    }
     EngineOptions engine;
     engine.device = options.device;
     engine.threads = options.threads;
@@ -196,7 +199,7 @@ class Verifier {
     for (const OriginalCall& call : calls) {
       Tensors part = run(engine, call.inputs);
       for (std::size_t o = 0; o < part.size(); ++o) {
-        const std::int64_t axis = o < names_.size() ? candidate_axis(names_[o]) : -1;
+        const std::int64_t axis = o < names_.size() && o < candidate_axes_.size() ? candidate_axes_[o] : -1;
         // A model that squeezes its batch away does so where a user has one candidate.
         if (axis >= 0 && call.candidates.numel() == 1 && part[o].dim() < rank_of(names_[o])) {
           part[o] = part[o].unsqueeze(axis);
@@ -212,10 +215,10 @@ class Verifier {
     return outputs;
   }
 
-  // Where an output has a row for every candidate; -1: nowhere.
-  std::int64_t candidate_axis(const std::string& output) const {
-    const auto meta = original_archive_.program.graph.tensors.find(output);
-    if (meta == original_archive_.program.graph.tensors.end()) return -1;
+  // Where an output has a row for every candidate; -1: nowhere. The original may not show it (masked_select).
+  std::int64_t candidate_axis(const graph::Program& transformed, const std::string& output) const {
+    const auto meta = transformed.graph.tensors.find(output);
+    if (meta == transformed.graph.tensors.end()) return -1;
     const auto& sizes = meta->second.sizes;
     const auto found = std::find_if(sizes.begin(), sizes.end(), [&](const graph::Expr& e) {
       return e.depends_on(specification_.candidate_symbol);
@@ -260,7 +263,8 @@ class Verifier {
         for (std::size_t i = 0; i < inputs.size(); ++i) {
           if (random_.inputs()[i].side != side) continue;
           // Open sizes of a request file may differ from drawn ones: reversed rows move the score as well.
-          inputs[i] = other[i].sizes() == inputs[i].sizes() ? other[i] : inputs[i].flip({0});
+          const bool bags = random_.inputs()[i].bags != RequestInput::Bags::kNone;  // values and offsets of one draw
+          inputs[i] = bags || other[i].sizes() == inputs[i].sizes() ? other[i] : inputs[i].flip({0});
         }
         const Tensors outputs = run(*original_, calls(inputs));
         for (std::size_t o = 0; o < base.size(); ++o) moved = moved || largest_difference(base[o], outputs[o]) > 0;
@@ -356,6 +360,7 @@ class Verifier {
   graph::Specification specification_;
   RandomInputs random_;
   std::vector<std::string> names_;
+  std::vector<std::int64_t> candidate_axes_;  // of each output
   std::unique_ptr<Engine> original_;
   std::unique_ptr<Engine> transformed_;
   std::unique_ptr<Engine> reference_;

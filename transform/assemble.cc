@@ -8,6 +8,7 @@
 #include <set>
 
 #include "graph/error.h"
+#include "graph/jagged.h"
 #include "transform/simplify.h"
 
 namespace ikbo::transform {
@@ -125,6 +126,8 @@ void Assembly::sign(const graph::Archive& source, Builder& builder, Result& resu
   program.hints = before.hints;
   program.ranges = before.ranges;
   for (const std::string& s : retired_symbols) program.ranges.erase(s);
+  // Ranges of expressions (batch + 1) follow from those of their symbols.
+  std::erase_if(program.ranges, [](const auto& range) { return range.first.find(' ') != std::string::npos; });
   program.ranges[candidate_symbol] = candidate_range;
   program.ranges[user_symbol] = user_range;
   const std::int64_t example = before.hints.contains(candidate_symbol) ? before.hints.at(candidate_symbol) : 8;
@@ -282,6 +285,18 @@ void Assembly::sample(const graph::Archive& source, Result& result) {
     given[p.user_value] = at::cat(user_columns, 1);
     given[p.candidate_value] = at::cat(candidate_columns, 1);
   }
+  for (const graph::JaggedInput& bags : jagged) {
+    if (!given.contains(bags.offsets)) continue;
+    graph::JaggedRows own{{}, given.at(bags.offsets)};
+    for (const std::string& value : bags.values) own.values.push_back(given.at(value));
+    const std::int64_t count = graph::bag_bounds(bags, own.offsets, own.values[0]).numel() - 1;
+    const bool of_users = program.graph.tensors.at(bags.offsets).sizes[0].depends_on(user_symbol);
+    if (count == 0) continue;
+    const auto chosen =
+        graph::select_bags(bags, own, at::arange(of_users ? users : candidates, at::kLong).remainder(count));
+    given[bags.offsets] = chosen.offsets;
+    for (std::size_t i = 0; i < bags.values.size(); ++i) given[bags.values[i]] = chosen.values[i];
+  }
   for (const graph::UserInput& input : graph::user_inputs(program)) {
     const auto& meta = program.graph.tensors.at(input.value);
     if (input.value == index) {
@@ -312,6 +327,7 @@ void Assembly::specify(const Builder& builder, Result& result) {
   spec.user_range = user_range;
   spec.candidate_range = candidate_range;
   spec.packed = packed;
+  spec.jagged = jagged;
   std::map<std::string, Side> sides;
   for (const graph::InputEntry& e : inputs) sides[e.value] = e.side;
   for (const graph::PackedInput& p : packed) sides[p.user_value] = Side::kRequestOnly;

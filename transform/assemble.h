@@ -18,6 +18,7 @@ struct Assembly {
   Mode mode = Mode::kIkbo;
   std::vector<graph::InputEntry> inputs;  // the original's, in its order
   std::vector<graph::PackedInput> packed;
+  std::vector<graph::JaggedInput> jagged;
   std::string index;       // of the new program: says which user each candidate belongs to
   bool own_index = false;  // it is an input of the original
   std::string user_symbol;

@@ -6,6 +6,7 @@
 #include <set>
 
 #include "graph/error.h"
+#include "transform/jagged.h"
 #include "transform/rules.h"
 
 namespace ikbo::transform {
@@ -20,9 +21,7 @@ class Bags {
  public:
   explicit Bags(const graph::Graph& graph) : graph_(graph) {
     for (const auto& [name, meta] : graph_.tensors) taken_.insert(name);
-    for (const Argument& a : graph_.inputs) {
-      for (const std::string& name : graph::value_names(a)) inputs_.insert(name);
-    }
+    for (const auto& [name, e] : graph_.sym_ints) taken_.insert(name);
     for (const Node& node : graph_.nodes) {
       for (const std::string& name : graph::input_names(node)) read_.insert(name);
       for (const std::string& name : graph::output_names(node)) makers_[name] = &node;
@@ -37,25 +36,38 @@ class Bags {
     result.nodes.clear();
     made_ = &result;
     for (const Node& node : graph_.nodes) {
-      const bool bag = aten_name(node.target) == "embedding_bag" || aten_name(node.target) == "_embedding_bag" ||
-                       aten_name(node.target) == "_embedding_bag_forward_only";
-      if (bag && even(node)) continue;
-      if (bag) check_values(node);
+      if (is_bag(node) && even(node)) {
+        offsets_.insert(*tensor_argument(node, "offsets"));
+        continue;
+      }
       result.nodes.push_back(node);
     }
+    drop_unread(result);
     return result;
   }
 
  private:
-  static const std::string* tensor(const Node& node, const char* argument) {
-    const Argument* a = node.find(argument);
-    const auto* t = a != nullptr ? std::get_if<TensorArg>(a) : nullptr;
-    return t != nullptr ? &t->name : nullptr;
+  // Offsets depend on the number of rows as a number, which models that broadcast inside may not read.
+  void drop_unread(graph::Graph& result) const {
+    std::set<std::string> read;
+    for (const Node& node : result.nodes) {
+      for (std::string& name : graph::input_names(node)) read.insert(std::move(name));
+    }
+    for (const Argument& a : result.outputs) {
+      for (std::string& name : graph::value_names(a)) read.insert(std::move(name));
+    }
+    std::erase_if(result.nodes, [&](const Node& node) {
+      const auto made = graph::output_names(node);
+      return made.size() == 1 && offsets_.contains(made[0]) && !read.contains(made[0]);
+    });
   }
   static std::int64_t integer(const Node& node, const char* argument, std::int64_t otherwise) {
     const Argument* a = node.find(argument);
     const auto* i = a != nullptr ? std::get_if<std::int64_t>(a) : nullptr;
     return i != nullptr ? *i : otherwise;
+  }
+  static bool from_the_end(const Node& node) {
+    return node.target == "torch.ops.aten.embedding_bag.padding_idx" && integer(node, "padding_idx", 0) < 0;
   }
   static bool flag(const Node& node, const char* argument) {
     const Argument* a = node.find(argument);
@@ -65,8 +77,8 @@ class Bags {
 
   // The matrix (batch, length) that the indices are, row after row; nothing where bags have other lengths.
   std::optional<std::string> matrix(const Node& node) const {
-    const std::string* indices = tensor(node, "indices");
-    const std::string* offsets = tensor(node, "offsets");
+    const std::string* indices = tensor_argument(node, "indices");
+    const std::string* offsets = tensor_argument(node, "offsets");
     if (indices == nullptr || offsets == nullptr || !makers_.contains(*indices) || !makers_.contains(*offsets))
       return std::nullopt;
     const Node& view = *makers_.at(*indices);
@@ -86,15 +98,17 @@ class Bags {
 
   bool even(const Node& node) {
     const auto results = graph::output_names(node);
-    const std::string* weight = tensor(node, "weight");
+    const std::string* weight = tensor_argument(node, "weight");
     const std::optional<std::string> ids = matrix(node);
     const std::int64_t mode = integer(node, "mode", 0);
     const std::int64_t padding = integer(node, "padding_idx", -1);
     if (weight == nullptr || !ids || results.empty() || mode < 0 || mode > 2) return false;
     if (std::any_of(results.begin() + 1, results.end(), [&](const auto& r) { return read_.contains(r); })) return false;
-    const bool weighted = tensor(node, "per_sample_weights") != nullptr;
-    if (weighted || flag(node, "include_last_offset") || flag(node, "scale_grad_by_freq")) return false;
+    const bool weighted = tensor_argument(node, "per_sample_weights") != nullptr;
+    if (weighted || includes_last_offset(node) || flag(node, "scale_grad_by_freq")) return false;
     if (padding >= 0 && mode == 2) return false;
+    // Counted from the end of the table, where the operator takes it; -1 means none to the others.
+    if (padding < -1 || from_the_end(node)) return false;
     const auto& table = graph_.tensors.at(*weight).sizes;
     const auto& sizes = graph_.tensors.at(*ids).sizes;
     const std::vector<Expr> entries{sizes[0], sizes[1], table[1]};
@@ -152,29 +166,11 @@ class Bags {
     return made_->nodes.back().name;
   }
 
-  // Values of bags have as many rows as all bags together: no batch that request-only inputs could have.
-  void check_values(const Node& node) const {
-    const std::string* indices = tensor(node, "indices");
-    const std::string* offsets = tensor(node, "offsets");
-    if (indices == nullptr || offsets == nullptr) return;
-    const auto& values = graph_.tensors.at(*indices).sizes;
-    const auto& bags = graph_.tensors.at(*offsets).sizes;
-    if (!inputs_.contains(*indices) || values.empty() || bags.empty() || values[0].as_integer() || values[0] == bags[0])
-      return;
-    fail(
-        "node '{}' ({}) reads '{}' as bags of many lengths (values and offsets): their batch lies in the offsets, and "
-        "the "
-        "values have no rows of users or candidates. Pad the bags to a matrix (batch, length) and give EmbeddingBag "
-        "that "
-        "matrix; with padding_idx the padding is left out of sums and means",
-        node.name, node.target, *indices);
-  }
-
   const graph::Graph& graph_;
   graph::Graph* made_ = nullptr;
   std::map<std::string, const Node*> makers_;
-  std::set<std::string> inputs_;
   std::set<std::string> read_;
+  std::set<std::string> offsets_;  // of bags that were replaced
   std::set<std::string> taken_;
 };
 

@@ -146,7 +146,7 @@ void GeneralForm::visit(const Node& node) {
   }
   std::string why = "no rule says that its rows are independent";
   if (view(node) || repeat(node) || meet(node, why) || direct(node, why)) return;
-  if (product(node, why) || stacked(node, why)) return;
+  if (product(node, why) || einsum(node, why) || stacked(node, why)) return;
   refuse(node, why);
 }
 
@@ -185,9 +185,11 @@ bool GeneralForm::direct(const Node& node, std::string& why) {
     if (!has_rows(name)) continue;
     (is_single(name) ? any_single : any_other) = true;
     batched.emplace(made(name), batches_.at(made(name)));
+    if (old_sizes(name).empty() && !is_pointwise(node.target)) return false;  // rows of numbers are no vector
   }
   if (any_single && any_other) {  // one row against many must mean that row for each: only broadcasting does
-    const bool broadcasts = is_pointwise(node.target) || one_of(aten_name(node.target), {"matmul", "expand_as"});
+    const bool broadcasts = is_pointwise(node.target) ||
+                            one_of(aten_name(node.target), {"matmul", "expand_as", "scaled_dot_product_attention"});
     if (!broadcasts) {
       why = "it takes a request-only value of one row together with candidates' rows";
       return false;

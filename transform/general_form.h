@@ -23,12 +23,12 @@ struct InnerBroadcast {
 /// The general form of a model that broadcasts inside: the same graph over inputs that all have one row a candidate.
 ///
 /// A value is *single* if it is made of inputs with a batch of 1 alone. Its lifted value has B rows where it has one:
-/// along `axis`, B * inner entries in place of inner. Two things hold of every step. Where all user rows are equal the
-/// lifted value is the single one repeated, and every other value is itself; so expanding, tiling and looking up rows
-/// change nothing any more. And a rule says that rows of every lifted value depend on the same rows of its operands
-/// alone. Together: row b of the result is what the original gives for that candidate and its user, whoever else is in
-/// the batch. What no rule understands is refused, on the candidates' side too: the original sees the candidates of
-/// one request, the result those of many.
+/// along `axis`, B * inner entries in place of inner; a single number has B. Two things hold of every step. Where all
+/// user rows are equal the lifted value is the single one repeated, and every other value is itself; so expanding,
+/// tiling and looking up rows change nothing any more. And a rule says that rows of every lifted value depend on the
+/// same rows of its operands alone. Together: row b of the result is what the original gives for that candidate and its
+/// user, whoever else is in the batch. What no rule understands is refused, on the candidates' side too: the original
+/// sees the candidates of one request, the result those of many.
 class GeneralForm {
  public:
   GeneralForm(const graph::Graph& before, InnerBroadcast given);
@@ -51,7 +51,10 @@ class GeneralForm {
   bool repeat(const graph::Node& node);
   bool meet(const graph::Node& node, std::string& why);
   bool stacked(const graph::Node& node, std::string& why);
+
+  // general_form_products.cc
   bool product(const graph::Node& node, std::string& why);
+  bool einsum(const graph::Node& node, std::string& why);
 
   /// The lifted value with its rows in front of the sizes that it has for one row: [B, ...].
   std::string stack(const std::string& name);
@@ -59,6 +62,9 @@ class GeneralForm {
   std::string unstack(const std::string& value, int axis);
   std::string padded(const std::string& stacked, std::size_t rank);
   void bind(const std::string& name, const std::string& value, const Batch& batch);
+  /// A single value whose lifted one has its rows in front of all dimensions.
+  void bind_stacked(const std::string& name, const std::string& stacked);
+  static graph::Expr product_of(const std::vector<graph::Expr>& sizes, std::size_t end);
 
   // Nodes of the new graph.
   std::string emit(const std::string& target, std::vector<graph::NamedArgument> inputs, std::vector<graph::Expr> sizes,

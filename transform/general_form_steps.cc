@@ -1,5 +1,5 @@
-// Models that broadcast inside, in the general form: views, repetitions, lookups by the index, and operators in which a
-// single row meets many.
+// Models that broadcast inside, in the general form: views, repetitions, lookups by the index, and pointwise operators
+// in which a single row meets many.
 #include <algorithm>
 #include <numeric>
 
@@ -14,11 +14,6 @@ using graph::Node;
 using graph::TensorArg;
 
 namespace {
-
-Expr product_of(const std::vector<Expr>& sizes, std::size_t end) {
-  return std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(end), Expr(1),
-                         [](const Expr& a, const Expr& b) { return a * b; });
-}
 
 // What an operator says of dimensions, counted with one more in front.
 bool shift_dims(Node& node, const std::string& op) {
@@ -54,7 +49,28 @@ bool shift_dims(Node& node, const std::string& op) {
   return given || !kGiven.contains(op);
 }
 
+// A reduction to one number, as one over all dimensions but the first of `rank + 1`.
+bool reduce_all(Node& node, int rank) {
+  static const std::map<std::string, const char*, std::less<>> kWhole{
+      {"torch.ops.aten.sum.default", "torch.ops.aten.sum.dim_IntList"},
+      {"torch.ops.aten.mean.default", "torch.ops.aten.mean.dim"},
+      {"torch.ops.aten.max.default", "torch.ops.aten.amax.default"},
+      {"torch.ops.aten.min.default", "torch.ops.aten.amin.default"}};
+  const auto found = kWhole.find(node.target);
+  if (found == kWhole.end() || rank == 0) return false;
+  std::vector<std::int64_t> dims(static_cast<std::size_t>(rank));
+  std::iota(dims.begin(), dims.end(), 1);
+  node.target = found->second;
+  node.inputs.insert(node.inputs.begin() + 1, {"dim", dims, 1});
+  return true;
+}
+
 }  // namespace
+
+Expr GeneralForm::product_of(const std::vector<Expr>& sizes, std::size_t end) {
+  return std::accumulate(sizes.begin(), sizes.begin() + static_cast<std::ptrdiff_t>(end), Expr(1),
+                         [](const Expr& a, const Expr& b) { return a * b; });
+}
 
 // ---- Steps --------------------------------------------------------------------------------------------------------
 
@@ -130,7 +146,11 @@ bool GeneralForm::view(const Node& node) {
     const auto d = in.dim("dim", rank + 1);
     views = d && *d <= batch.axis;
   }
-  if (!views || own.empty()) return false;
+  if (!views) return false;
+  if (own.empty()) {  // one number of the request
+    bind(results[0], reshape(made(self), {rows()}, {0, 1}), {0, 1});
+    return true;
+  }
   const Expr before = product_of(sizes(made(self)), static_cast<std::size_t>(batch.axis));
   for (std::size_t axis = 0; axis < own.size(); ++axis) {
     if (!(product_of(own, axis) == before)) continue;
@@ -160,6 +180,7 @@ bool GeneralForm::repeat(const Node& node) {
   const auto& after = old_sizes(results[0]);
   std::vector<Expr> before = old_sizes(*self);
   if (after.size() < before.size() || (op == "repeat_interleave" && after.size() != before.size())) return false;
+  const bool number = before.empty();
   const auto shift = static_cast<int>(after.size() - before.size());
   before.insert(before.begin(), static_cast<std::size_t>(shift), Expr(1));
   const auto shown = shown_batch(results[0]);
@@ -176,7 +197,9 @@ bool GeneralForm::repeat(const Node& node) {
   }
   const Batch batch = batches_.at(made(*self));
   const int own = batch.axis + shift;
-  const bool in_place = shown ? shown->axis == own : after[static_cast<std::size_t>(own)] == batch.inner;
+  const bool in_place = number  ? false
+                        : shown ? shown->axis == own
+                                : after[static_cast<std::size_t>(own)] == batch.inner;
   if (expands && in_place) {  // the rows stay where they are
     std::vector<Expr> lifted = after;
     lifted[static_cast<std::size_t>(own)] = rows() * batch.inner;
@@ -249,7 +272,7 @@ bool GeneralForm::stacked(const Node& node, std::string& why) {
   const auto results = graph::output_names(node);
   const bool pointwise = is_pointwise(node.target);
   for (const std::string& name : results) {
-    if (!is_tensor(name) || old_sizes(name).empty()) return false;
+    if (!is_tensor(name)) return false;
   }
   std::map<std::string, std::string> kept;
   std::map<std::string, Batch> batched;
@@ -264,7 +287,8 @@ bool GeneralForm::stacked(const Node& node, std::string& why) {
   for (const auto& [name, value] : kept) made_[name] = value;
   Node copy = translated(node);
   made_ = before;
-  if (!pointwise && !shift_dims(copy, op)) return false;
+  const auto rank = old_sizes(tensors_of(node)[0]).size();
+  if (!pointwise && !reduce_all(copy, static_cast<int>(rank)) && !shift_dims(copy, op)) return false;
   std::map<std::string, std::string> renamed;
   for (const std::string& name : results) {
     graph::TensorMeta meta = graph_.tensors.at(name);
@@ -289,75 +313,17 @@ bool GeneralForm::stacked(const Node& node, std::string& why) {
   graph_.nodes.push_back(std::move(copy));
   for (const std::string& name : results) {
     batches_[renamed.at(name)] = {0, 1};
-    bind(name, unstack(renamed.at(name), 0), {0, old_sizes(name)[0]});
+    bind_stacked(name, renamed.at(name));
   }
   return true;
 }
 
-// Products in which a request-only value is the matrix: candidates times the request's vector, keys or weights.
-bool GeneralForm::product(const Node& node, std::string& why) {
-  const std::string op = aten_name(node.target);
-  const bool linear = op == "linear";
-  const bool adds = op == "addmm";
-  if (!linear && !adds && !one_of(op, {"mm", "mv", "matmul"})) return false;
-  const auto results = graph::output_names(node);
-  const auto operands = tensors_of(node);
-  const std::map<std::string, Batch> none;
-  const RuleInput in(before_, node, given_.batch, none);
-  const auto factor = [&](const char* n) { return node.find(n) == nullptr || in.number(n) == 1.0; };
-  if (results.size() != 1 || old_sizes(results[0]).empty() || !factor("alpha") || !factor("beta")) return false;
-  if (operands.size() < 2U + (adds ? 1U : 0U)) return false;
-  const std::string& left = operands[adds ? 1 : 0];
-  const std::string& right = operands[adds ? 2 : 1];
-  const std::string bias = adds ? operands[0] : linear && operands.size() == 3 ? operands[2] : "";
-  if (!bias.empty() && (has_rows(bias) || old_sizes(bias).size() != 1)) return false;
-  // Rows are never summed over, and stand on one side alone.
-  const auto of_candidates = [&](const std::string& name) { return has_rows(name) && !is_single(name); };
-  const auto summed = [&](const std::string& name, bool last) {
-    const int rank = static_cast<int>(old_sizes(name).size());
-    return of_candidates(name) && batches_.at(made(name)).axis == (last || rank == 1 ? rank - 1 : rank - 2);
-  };
-  const auto shown = shown_batch(results[0]);
-  const bool mixed = of_candidates(left) || of_candidates(right);
-  if (summed(left, true) || summed(right, linear) || (of_candidates(left) && of_candidates(right)) ||
-      mixed != shown.has_value()) {
-    why = "it sums over candidates, or pairs them";
-    return false;
+void GeneralForm::bind_stacked(const std::string& name, const std::string& stacked) {
+  if (old_sizes(name).empty()) {
+    bind(name, stacked, {0, 1});
+  } else {
+    bind(name, unstack(stacked, 0), {0, old_sizes(name)[0]});
   }
-  const int axis = shown ? shown->axis : 0;
-
-  // Each as [B, matrix]: a vector on the left is a row, on the right a column; shared ones have no rows in front.
-  const auto matrix = [&](const std::string& name, bool is_left) {
-    std::string value = has_rows(name) ? stack(name) : made(name);
-    std::vector<Expr> own = sizes(value);
-    const std::size_t extra = has_rows(name) ? 1 : 0;
-    if (own.size() != 1 + extra) return value;
-    own.insert(is_left ? own.end() - 1 : own.end(), 1);
-    return has_rows(name) ? reshape(value, own, {0, 1}) : std::string();
-  };
-  const std::string a = matrix(left, true);
-  std::string b = matrix(right, false);
-  if (a.empty() || b.empty() || !has_rows(right)) return false;  // a shared matrix on the right has a rule
-  if (sizes(b).size() != 3 || (has_rows(left) && sizes(a).size() != 3) || (!has_rows(left) && sizes(a).size() != 2)) {
-    why = "it multiplies with a request-only value of more than two dimensions";
-    return false;
-  }
-  if (linear) b = permute(b, {0, 2, 1}, {0, 1});
-  const std::vector<Expr> sizes_of_product{rows(), sizes(a)[sizes(a).size() - 2], sizes(b)[2]};
-  std::string value = emit("torch.ops.aten.matmul.default", {{"self", TensorArg{a}, 1}, {"other", TensorArg{b}, 1}},
-                           sizes_of_product, b, {0, 1});
-  if (!bias.empty()) {
-    value = emit("torch.ops.aten.add.Tensor", {{"self", TensorArg{value}, 1}, {"other", TensorArg{made(bias)}, 1}},
-                 sizes_of_product, value, {0, 1});
-  }
-  std::vector<Expr> whole = old_sizes(results[0]);
-  const auto at = static_cast<std::size_t>(axis);
-  const Expr inner = shown ? shown->inner : whole[at];
-  whole[at] = inner;
-  whole.insert(whole.begin(), rows());
-  if (!(product_of(whole, whole.size()) == product_of(sizes_of_product, 3))) return false;
-  bind(results[0], unstack(reshape(value, whole, {0, 1}), axis), {axis, inner});
-  return true;
 }
 
 // ---- Values -------------------------------------------------------------------------------------------------------
@@ -365,6 +331,7 @@ bool GeneralForm::product(const Node& node, std::string& why) {
 std::string GeneralForm::stack(const std::string& name) {
   if (const auto it = stacks_.find(name); it != stacks_.end()) return it->second;
   const std::string& value = made(name);
+  if (old_sizes(name).empty()) return stacks_[name] = value;  // one number a row already
   const Batch batch = batches_.at(value);
   const auto axis = static_cast<std::size_t>(batch.axis);
   std::vector<Expr> rest = sizes(value);

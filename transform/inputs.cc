@@ -84,6 +84,27 @@ std::string leading_symbol(const graph::TensorMeta& meta) {
   return {};
 }
 
+// The values and offsets of bags go to one side together.
+void check_jagged(const std::vector<JaggedBags>& jagged, const RequestOnly& request_only, const InputSides& sides) {
+  for (const JaggedBags& bags : jagged) {
+    const bool whole = request_only.whole.contains(bags.input.offsets);
+    for (const std::string& value : bags.input.values) {
+      if (request_only.columns.contains(value)) {
+        fail("--request-only marks columns of '{}', but it holds the values of bags of many lengths: mark all of it",
+             value);
+      }
+      if (request_only.whole.contains(value) == whole) continue;
+      fail("'{}' holds the values of the bags of '{}': mark both --request-only, or none", value, bags.input.offsets);
+    }
+    if (!sides.broadcasts_inside()) continue;
+    fail(
+        "the model spreads request-only rows over its candidates by itself, and takes bags of many lengths ('{}'), "
+        "which the transform does not support together. Export it with one dynamic batch, or pad the bags to a matrix "
+        "(batch, length)",
+        bags.input.offsets);
+  }
+}
+
 }  // namespace
 
 RequestOnly select_request_only(const graph::Program& program, const std::vector<UserInput>& inputs,
@@ -148,8 +169,19 @@ RequestOnly select_request_only(const graph::Program& program, const std::vector
 InputSides sides_of(const graph::Program& program, const std::vector<UserInput>& inputs,
                     const RequestOnly& request_only, const std::string& index) {
   InputSides sides;
+  sides.jagged = find_jagged(program, inputs);
+  // Values and offsets follow the batch that their bags have.
+  std::map<std::string, std::string> of_bags;
+  for (const JaggedBags& bags : sides.jagged) {
+    of_bags[bags.input.offsets] = bags.batch;
+    for (const std::string& value : bags.input.values) of_bags[value] = bags.batch;
+  }
   const auto meta_of = [&](const UserInput& input) -> const graph::TensorMeta& {
     return program.graph.tensors.at(input.value);
+  };
+  const auto symbol_of = [&](const UserInput& input) {
+    const auto bags = of_bags.find(input.value);
+    return bags == of_bags.end() ? leading_symbol(meta_of(input)) : bags->second;
   };
   const auto marked = [&](const UserInput& input) {
     return request_only.whole.contains(input.value) || request_only.columns.contains(input.value);
@@ -161,7 +193,7 @@ InputSides sides_of(const graph::Program& program, const std::vector<UserInput>&
     if (found == inputs.end())
       fail("--index '{}' matches no input; the inputs are:{}", index, list_inputs(program, inputs));
     const graph::TensorMeta& meta = meta_of(*found);
-    index_symbol = leading_symbol(meta);
+    index_symbol = symbol_of(*found);
     const bool integers = meta.dtype == graph::DType::kInt64 || meta.dtype == graph::DType::kInt32;
     if (marked(*found) || index_symbol.empty() || meta.sizes.size() != 1 || !integers) {
       fail(
@@ -174,12 +206,11 @@ InputSides sides_of(const graph::Program& program, const std::vector<UserInput>&
   }
   // Frozen batches say nothing where no input has a dynamic one: an export of a single example.
   const bool any_batch = std::any_of(inputs.begin(), inputs.end(), [&](const UserInput& input) {
-    return !request_only.whole.contains(input.value) && input.value != sides.index &&
-           !leading_symbol(meta_of(input)).empty();
+    return !request_only.whole.contains(input.value) && input.value != sides.index && !symbol_of(input).empty();
   });
   for (const UserInput& input : inputs) {
     const graph::TensorMeta& meta = meta_of(input);
-    const std::string symbol = leading_symbol(meta);
+    const std::string symbol = symbol_of(input);
     graph::InputEntry entry{input.value, input.name, input.path, graph::Side::kShared};
     if (input.value == sides.index) {
       entry.side = graph::Side::kIndex;
@@ -205,16 +236,17 @@ InputSides sides_of(const graph::Program& program, const std::vector<UserInput>&
     }
     sides.inputs.push_back(entry);
   }
+  check_jagged(sides.jagged, request_only, sides);
   if (!any_batch) {
     fail("every batched input is marked request-only: no input is left that differs from candidate to candidate");
   }
   if (!sides.index.empty()) {
     for (const UserInput& input : inputs) {
-      const std::string symbol = leading_symbol(meta_of(input));
+      const std::string symbol = symbol_of(input);
       if (marked(input) && symbol != index_symbol) sides.user_symbols.insert(symbol);
     }
     for (const UserInput& input : inputs) {
-      const std::string symbol = leading_symbol(meta_of(input));
+      const std::string symbol = symbol_of(input);
       if (!marked(input) && sides.user_symbols.contains(symbol)) {
         fail("--index '{}': input '{}' shares the batch of request-only inputs, but is not marked request-only", index,
              input.name);

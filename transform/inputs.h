@@ -9,6 +9,7 @@
 
 #include "graph/program.h"
 #include "graph/specification.h"
+#include "transform/jagged.h"
 
 namespace ikbo::transform {
 
@@ -32,6 +33,7 @@ struct InputSides {
   std::set<std::string> user_symbols;  // of request-only rows that the model looks up through `index`
   std::set<std::string> single;        // request-only inputs with a batch of 1, which the model broadcasts itself
   std::string index;                   // the model's own candidate_to_user; empty: it has none
+  std::vector<JaggedBags> jagged;      // inputs that are bags of many lengths
   bool broadcasts_inside() const { return !single.empty() || !index.empty(); }
 };
 

@@ -26,6 +26,7 @@ std::string Rewriter::at_user(const std::string& name) {
       if (value.at_user.empty()) clone(*value.node, Where::kUser, Role::kRequestOnly);
       return values_.at(name).at_user;
     case Level::kUser:
+    case Level::kJagged:
       return value.at_user;
     case Level::kCandidate:
       break;
@@ -44,6 +45,8 @@ std::string Rewriter::at_candidate(const std::string& name) {
   switch (value.level) {
     case Level::kShared:
       fail("internal error: shared value '{}' was never made", name);
+    case Level::kJagged:
+      fail("output '{}' is made of request-only bags of many lengths alone, without a row for each candidate", name);
     case Level::kUniform:
       clone(*value.node, Where::kCandidate, Role::kCandidate);
       made = values_.at(name).at_candidate;

@@ -92,14 +92,17 @@ void Rewriter::visit(const Node& node) {
   consumer_ = &node;
   const auto results = graph::output_names(node);
   const bool makes_tensor = std::any_of(results.begin(), results.end(), [&](const auto& n) { return is_tensor(n); });
+  const bool of_bags = concerns_bags(node);
   if (!makes_tensor) {
     if (results.empty()) {
-      visit_assertion(node);
+      if (!of_bags) visit_assertion(node);  // what it says of bags, it says of each candidate's copies
     } else {
       for (const std::string& name : results) scalar_nodes_[name] = &node;
     }
     return;
   }
+
+  if (of_bags) return visit_bags(node);
 
   bool any_user = false;
   bool any_candidate = false;

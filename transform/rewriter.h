@@ -8,6 +8,7 @@
 
 #include "graph/archive.h"
 #include "transform/builder.h"
+#include "transform/jagged.h"
 #include "transform/rules.h"
 #include "transform/transform.h"
 
@@ -17,9 +18,13 @@ namespace ikbo::transform {
 ///   kShared     v is the same tensor in both;
 ///   kUniform    v's rows along its batch are all equal: it can be made at either batch, and is when needed;
 ///   kUser       the new value u has one row a user, and v == u[candidate_to_user] along v's batch axis;
-///   kCandidate  v is the same tensor in both (batch axis, if any, at B_cand).
+///   kCandidate  v is the same tensor in both (batch axis, if any, at B_cand);
+///   kJagged     v is made of request-only bags of many lengths: values, whose new tensor has one bag a user and v each
+///               candidate's copy of it one after the other (the batch given is the values', of their own number), or
+///               their offsets (no batch). Nothing copies them: only bags and what is done entry by entry are
+///               understood.
 /// Each rewrite is checked against this alone, so that it is right whatever made its operands.
-enum class Level { kShared, kUniform, kUser, kCandidate };
+enum class Level { kShared, kUniform, kUser, kCandidate, kJagged };
 
 /// One summand of a piece: a tensor of the new program at one of the batches. `sizes` are those of the original (batch
 /// in the original's symbol), with 1 where the tensor is broadcast along a dimension.
@@ -64,6 +69,8 @@ class Rewriter {
            std::string index);
 
   void bind_input(const std::string& name, Value value);
+  /// Request-only bags of many lengths.
+  void bind_bags(const JaggedBags& bags);
   /// Walks the original's nodes in order.
   void run();
   /// The new value that equals the original's output.
@@ -80,6 +87,14 @@ class Rewriter {
   bool only_sizes_depend_on_batch(const graph::Node& node) const;
   std::optional<Batch> batch_shown_by_sizes(const std::string& name) const;
   bool is_tensor(const std::string& name) const { return original_.tensors.contains(name); }
+
+  // jagged.cc: bags of many lengths
+  bool concerns_bags(const graph::Node& node) const;
+  void visit_bags(const graph::Node& node);
+  bool try_bag(const graph::Node& node);
+  bool try_bag_offsets(const graph::Node& node);
+  bool try_bag_values(const graph::Node& node);
+  std::string total_of(const std::string& name) const;
 
   // materialise.cc: making values at a batch
   std::string at_user(const std::string& name);
@@ -205,6 +220,8 @@ class Rewriter {
   std::map<std::string, std::string> row_indices_;
   std::map<std::string, std::string> weights_made_;
   std::set<std::string> candidate_dependent_;
+  std::set<std::string> totals_;                    // symbols of the numbers of values in request-only bags
+  std::map<std::string, std::string> bag_offsets_;  // offsets of such bags -> the symbol of their values
   // What is being placed, for the report's "why".
   const graph::Node* consumer_ = nullptr;
   std::string reason_;

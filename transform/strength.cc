@@ -20,7 +20,8 @@ using graph::TensorArg;
 
 class Strength {
  public:
-  explicit Strength(graph::Archive archive) : archive_(std::move(archive)), graph_(archive_.program.graph) {
+  Strength(graph::Archive archive, Strengths wanted)
+      : archive_(std::move(archive)), graph_(archive_.program.graph), wanted_(wanted) {
     for (const auto& [name, meta] : graph_.tensors) taken_.insert(name);
     for (const auto& [name, e] : graph_.sym_ints) taken_.insert(name);
     for (const graph::InputSpec& spec : archive_.program.input_specs) {
@@ -35,13 +36,8 @@ class Strength {
     graph_.nodes.clear();
     for (Node& node : nodes) {
       const std::string op = aten_name(node.target);
-      const bool replaced = (op == "matmul" || op == "bmm")
-                                ? outer_product(node) || matrix_times_columns(node) || matrix_a_field(node)
-                            : op == "masked_select" ? constant_mask(node)
-                            : op == "index"         ? constant_positions(node)
-                            : op == "index_put"     ? writes_in_rows(node)
-                                                    : false;
-      if (replaced) continue;
+      if (op == "masked_select" ? constant_mask(node) : op == "index_put" && writes_in_rows(node)) continue;
+      if (wanted_ == Strengths::kAll && cheaper(node, op)) continue;
       const auto results = graph::output_names(node);
       if (results.size() == 1) makers_[results[0]] = node;
       graph_.nodes.push_back(std::move(node));
@@ -62,6 +58,12 @@ class Strength {
   }
 
  private:
+  bool cheaper(const Node& node, const std::string& op) {
+    if (op == "index") return constant_positions(node);
+    return (op == "matmul" || op == "bmm") &&
+           (outer_product(node) || matrix_times_columns(node) || matrix_a_field(node));
+  }
+
   // The two tensors of a product of floating-point numbers.
   struct Pair {
     std::string left;
@@ -210,10 +212,23 @@ class Strength {
     const auto matrix = length ? matrix_of(values->name, x[0], *length) : std::nullopt;
     if (!columns || !matrix || graph_.tensors.at(*columns).dtype != graph::DType::kInt64) return false;
     if (graph_.tensors.at(*matrix).dtype != graph_.tensors.at(self->name).dtype) return false;
+    // Negative columns count from the end, which scatter does not know.
+    const auto width = x[1].as_integer();
+    if (!width) return false;
+    const std::vector<Expr> entries{x[0], length.value()};
+    const std::string ends =
+        emit("torch.ops.aten.add.Scalar", {{"self", TensorArg{*columns}, 1}, {"other", *width, 1}}, entries, *columns);
+    const std::string negative =
+        emit("torch.ops.aten.lt.Scalar", {{"self", TensorArg{*columns}, 1}, {"other", std::int64_t{0}, 1}}, entries,
+             *columns, graph::DType::kBool);
+    const std::string counted =
+        emit("torch.ops.aten.where.self",
+             {{"condition", TensorArg{negative}, 1}, {"self", TensorArg{ends}, 1}, {"other", TensorArg{*columns}, 1}},
+             entries, *columns);
     finish(node, "torch.ops.aten.scatter.src",
            {{"self", TensorArg{self->name}, 1},
             {"dim", std::int64_t{1}, 1},
-            {"index", TensorArg{*columns}, 1},
+            {"index", TensorArg{counted}, 1},
             {"src", TensorArg{*matrix}, 1}});
     return true;
   }
@@ -238,7 +253,9 @@ class Strength {
     if (view == makers_.end()) return std::nullopt;
     if (!one_of(aten_name(view->second.target), {"view", "reshape", "flatten", "_unsafe_view"})) return std::nullopt;
     const std::string source = graph::input_names(view->second)[0];
-    if (!(sizes(source) == std::vector<Expr>{rows, length})) return std::nullopt;
+    const bool whole =
+        sizes(source) == std::vector<Expr>{rows, length} && sizes(value) == std::vector<Expr>{rows * length};
+    if (!whole || view->second.target == "torch.ops.aten.view.dtype") return std::nullopt;
     return source;
   }
 
@@ -301,7 +318,7 @@ class Strength {
                 std::move(wanted), value);
   }
   std::string emit(const std::string& target, std::vector<graph::NamedArgument> inputs, std::vector<Expr> wanted,
-                   const std::string& like) {
+                   const std::string& like, std::optional<graph::DType> dtype = std::nullopt) {
     Node node;
     node.target = target;
     node.inputs = std::move(inputs);
@@ -312,6 +329,7 @@ class Strength {
     meta.sizes = std::move(wanted);
     meta.storage_offset = 0;
     meta.requires_grad = false;
+    meta.dtype = dtype.value_or(meta.dtype);
     graph_.tensors.emplace(node.name, std::move(meta));
     makers_[node.name] = node;
     graph_.nodes.push_back(std::move(node));
@@ -352,6 +370,7 @@ class Strength {
 
   graph::Archive archive_;
   Graph& graph_;
+  const Strengths wanted_;
   std::map<std::string, std::string> targets_;  // of parameters, buffers and constants
   std::map<std::string, Node> makers_;
   std::map<std::string, Expr> unbacked_;  // sizes that are known now
@@ -360,8 +379,8 @@ class Strength {
 
 }  // namespace
 
-graph::Archive reduce_strength(const graph::Archive& archive) {
-  return Strength(archive).run();
+graph::Archive reduce_strength(const graph::Archive& archive, Strengths wanted) {
+  return Strength(archive, wanted).run();
 }
 
 }  // namespace ikbo::transform

@@ -12,6 +12,10 @@ namespace ikbo::transform {
 ///   entries at known positions     x[:, constant]                   index_select
 ///   writes by row and column       x[0 0 .. 1 1 .., columns] = v    scatter, whose rows are independent
 /// Products may be summed in another order. Constants that are new come as buffers.
-graph::Archive reduce_strength(const graph::Archive& archive);
+enum class Strengths {
+  kAll,
+  kRows,  // masks, and writes by row and column, alone: what has no rows that a rule could know
+};
+graph::Archive reduce_strength(const graph::Archive& archive, Strengths wanted);
 
 }  // namespace ikbo::transform

@@ -143,7 +143,6 @@ Result transform(const graph::Archive& given, const Options& options) {
   check_understood(given.program);
   graph::Archive archive = given;
   archive.program.graph = even_bags(given.program.graph);
-  if (options.mode == Mode::kIkbo) archive = reduce_strength(archive);
   const Program& program = archive.program;
   const auto inputs = graph::user_inputs(program);
   RequestOnly request_only = select_request_only(program, inputs, options.request_only);
@@ -153,8 +152,13 @@ Result transform(const graph::Archive& given, const Options& options) {
   assembly.mode = options.mode;
 
   const InputSides sides = sides_of(program, inputs, request_only, options.index);
+  // Other modes keep the original's operators, but for those that would be refused.
+  if (options.mode == Mode::kIkbo || sides.broadcasts_inside()) {
+    archive = reduce_strength(archive, options.mode == Mode::kIkbo ? Strengths::kAll : Strengths::kRows);
+  }
   assembly.inputs = sides.inputs;
   assembly.candidate_symbol = sides.candidate_symbol;
+  for (const JaggedBags& bags : sides.jagged) assembly.jagged.push_back(bags.input);
   const auto& symbols = sides.symbols;
   if (symbols.size() > 1 && sides.index.empty()) {
     result.report.warnings.push_back(
@@ -206,16 +210,22 @@ Result transform(const graph::Archive& given, const Options& options) {
     builder.graph.tensors.emplace(t->name, original.tensors.at(t->name));
     rewriter.bind_input(t->name, {Level::kShared, {}, {}, t->name, nullptr, {}});
   }
+  std::set<std::string> of_bags;  // values and offsets of bags of many lengths
+  for (const JaggedBags& bags : sides.jagged) {
+    of_bags.insert(bags.input.offsets);
+    of_bags.insert(bags.input.values.begin(), bags.input.values.end());
+    if (request_only.whole.contains(bags.input.offsets)) rewriter.bind_bags(bags);
+  }
   for (const graph::InputEntry& entry : assembly.inputs) {
     const graph::TensorMeta& meta = original.tensors.at(entry.value);
     Value value;
-    value.batch = Batch{0, 1};
+    if (!of_bags.contains(entry.value)) value.batch = Batch{0, 1};
     switch (entry.side) {
       case graph::Side::kRequestOnly:
         value.level = Level::kUser;
         value.at_user = entry.value;
         builder.graph.tensors.emplace(entry.value, builder.at(meta, Where::kUser));
-        builder.anchor(assembly.user_symbol, entry.value, 0);
+        if (!of_bags.contains(entry.value)) builder.anchor(assembly.user_symbol, entry.value, 0);
         break;
       case graph::Side::kCandidate:
         value.level = Level::kCandidate;
@@ -240,6 +250,7 @@ Result transform(const graph::Archive& given, const Options& options) {
         builder.anchor(*own.begin(), entry.value, static_cast<int>(d));
       }
     }
+    if (value.level == Level::kUser && of_bags.contains(entry.value)) continue;
     rewriter.bind_input(entry.value, std::move(value));
   }
 

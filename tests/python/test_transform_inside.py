@@ -32,6 +32,8 @@ class Inside(nn.Module):
         self.small = nn.Linear(WIDTH, WIDTH)
         self.unit = nn.Linear(4 * WIDTH, 1)
         self.norm = nn.BatchNorm1d(WIDTH)
+        self.bag = nn.EmbeddingBag(11, WIDTH, mode="mean")
+        self.register_buffer("upper", torch.ones(3, 3).triu(1).bool())
         self.attention = nn.MultiheadAttention(WIDTH, 2, batch_first=True)
 
     def forward(self, x):
@@ -160,11 +162,45 @@ FORMS = {
         x["item_dense"] > 1, 0.5).sum(1),
     "stacked fields": lambda m, x: torch.stack([spread(x), m.ids(x["user_id"]).expand(batch(x), -1), x["item_dense"]], 1).prod(1).sum(1),
     "flattened": lambda m, x: (x["user_seq"].reshape(1, -1) * x["item_fields"].flatten(1)[:, :1]).mean(1),
+    "einsum over one row": lambda m, x: torch.einsum("bd,bd->b", x["item_dense"], m.small(x["user_dense"])),
+    "einsum over the only row": lambda m, x: torch.einsum("bd,cd->bc", x["item_dense"], m.small(x["user_dense"])).squeeze(1),
+    "einsum over a history": lambda m, x: torch.einsum("bd,ld->bl", x["item_dense"], m.small(x["user_seq"][0])).sigmoid().sum(1),
+    "einsum of one sequence": lambda m, x: torch.einsum("bfd,bld->blf", x["item_fields"], x["user_seq"]).amax(1).sum(1),
+    "einsum of the request alone": lambda m, x: (
+        x["item_dense"] * torch.einsum("ld,le->de", x["user_seq"][0], m.small(x["user_seq"][0]))[1]
+    ).sum(1),
+    "einsum to a number": lambda m, x: x["item_dense"].sum(1) * torch.einsum("ld,ld->", x["user_seq"][0], m.small(x["user_seq"][0])),
+    "bmm with the only matrix": lambda m, x: torch.bmm(x["item_dense"].unsqueeze(0), x["user_seq"].transpose(1, 2))[0].amax(1),
+    "attention over a batch of one": lambda m, x: F.scaled_dot_product_attention(
+        x["item_fields"].unsqueeze(1), x["user_seq"].unsqueeze(1), m.small(x["user_seq"]).unsqueeze(1)).sum((1, 2, 3)),
+    "attention of the only query": lambda m, x: F.scaled_dot_product_attention(
+        x["user_dense"].view(1, 1, 1, WIDTH), x["item_fields"].unsqueeze(1), x["item_fields"].unsqueeze(1)).sum((1, 2, 3)),
+    "attention with a mask of the request": lambda m, x: F.scaled_dot_product_attention(
+        x["item_fields"].unsqueeze(1), x["user_seq"].unsqueeze(1), x["user_seq"].unsqueeze(1),
+        attn_mask=(x["user_items"] > -1).view(1, 1, 1, LENGTH)).sum((1, 2, 3)),
+    "one number of the request": lambda m, x: x["user_seq"].sum() * x["item_dense"].sum(1),
+    "numbers of the request": lambda m, x: (
+        x["item_fields"] * torch.sigmoid(x["user_seq"].mean()) + x["user_dense"].max() - x["user_dense"][0, 1] * x["user_dense"].min()
+    ).sum((1, 2)),
+    "an id without a batch": lambda m, x: (m.ids(x["user_id"].squeeze()) * x["item_dense"]).sum(1) + m.ids(x["user_id"][0])[2],
+    "a number spread": lambda m, x: x["user_dense"].sum().expand(batch(x)) * x["item_dense"].sum(1),
+    "numbers stacked": lambda m, x: (
+        torch.stack([x["user_dense"].sum(), x["user_seq"].mean(), x["user_dense"][0, 2], x["user_id"][0] * 1.0]) * x["item_dense"]
+    ).sum(1),
+    "pairs by a mask": lambda m, x: torch.masked_select(x["item_fields"] @ x["item_fields"].mT * x["user_dense"][0, 0], m.upper).view(-1, 3).sum(1),
+    "bags of one length": lambda m, x: (
+        m.bag(x["user_items"]) * x["item_dense"] * m.bag(torch.stack([x["item_id"], x["item_id"] * 2 % 11], 1))
+    ).sum(1),
     "in place": lambda m, x: m.small(x["item_dense"]).mul_(x["user_dense"]).relu_().sum(1),
     "squeezed": lambda m, x: m.unit(torch.cat([spread(x), spread(x), x["item_dense"], x["item_dense"]], 1)).squeeze(),
 }
 REFUSED = {
-    "one number of the request": lambda m, x: x["user_seq"].sum() * x["item_dense"].sum(1),
+    "einsum of candidates with each other": lambda m, x: torch.einsum("bd,cd->bc", x["item_dense"], x["item_dense"] * x["user_dense"])[:, :1],
+    "einsum over the candidates": lambda m, x: torch.einsum("bd,bd->d", x["item_dense"], x["user_dense"]) * x["item_dense"],
+    "einsum with dots": lambda m, x: torch.einsum("...d,bd->b...", x["user_dense"], x["item_dense"]),
+    "attention between candidates": lambda m, x: F.scaled_dot_product_attention(
+        x["item_dense"].unsqueeze(0), x["item_dense"].unsqueeze(0) * x["user_dense"], x["item_dense"].unsqueeze(0)).squeeze(0),
+    "a number shown": lambda m, x: x["user_seq"].sum(),
     "softmax over the candidates": lambda m, x: (x["item_dense"] * x["user_dense"]).softmax(0).sum(1),
     "mean of the candidates": lambda m, x: (x["item_dense"] - x["item_dense"].mean(0) * x["user_dense"]).sum(1),
     "number of candidates": lambda m, x: (x["item_dense"] * x["user_dense"]).sum(1) / batch(x),
@@ -196,6 +232,17 @@ def test_a_batch_of_one_is_spread_by_the_transform_instead(tmp_path, decompose):
     verified_in_float32(model, inputs, tmp_path, decompose)
 
 
+def test_bags_of_many_lengths_are_refused(tmp_path):
+    inputs = {k: v for k, v in example().items() if k in ("user_dense", "item_dense")}
+    inputs |= {"item_values": torch.randint(11, (9,)), "item_offsets": torch.arange(ROWS)}
+    forms = [lambda m, x: F.embedding_bag(x["item_values"], m.ids.weight, x["item_offsets"]).sum(1) * (x["item_dense"] * x["user_dense"]).sum(1)]
+    batch, values = torch.export.Dim("batch", min=2, max=500), torch.export.Dim("values")
+    dynamic = {"user_dense": {}, "item_dense": {0: batch}, "item_values": {0: values}, "item_offsets": {0: batch}}
+    torch.export.save(torch.export.export(Inside(*forms).eval(), (inputs,), dynamic_shapes=(dynamic,), strict=False), tmp_path / "m.pt2")
+    code, text = transform(tmp_path / "m.pt2", tmp_path / "m.out.pt2")
+    assert code == 2 and "item_offsets" in text and "pad the bags to a matrix" in text, text
+
+
 @pytest.mark.parametrize("name", ["expand", "expand_as", "repeat", "tile"])
 def test_the_spread_is_sunk_as_in_the_general_form(tmp_path, name):
     export(Inside(FORMS[name]).eval(), example(), tmp_path / "m.pt2", True)
@@ -225,6 +272,8 @@ LOOKED_UP = {
     "attention": lambda m, x: F.scaled_dot_product_attention(
         x["item_fields"].unsqueeze(1), x["user_seq"][x["owner"]].unsqueeze(1), m.small(x["user_seq"])[x["owner"]].unsqueeze(1)
     ).sum((1, 2, 3)),
+    "pairs by a mask": lambda m, x: torch.masked_select(
+        x["item_fields"] @ x["item_fields"].mT * x["user_dense"][x["owner"]].sum(1).view(-1, 1, 1), m.upper).view(-1, 3).sum(1),
     "zeros": lambda m, x: ((x["user_dense"] + torch.zeros_like(x["user_dense"]))[x["owner"]] * x["item_dense"]).sum(1),
 }
 NOT_LOOKED_UP = {

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 import ikbo  # noqa: F401 - torch.export.load needs the operators
-from transform_checks import check, command, draw, export, refusal, replicate, roles, transform
+from transform_checks import check, command, draw, export, replicate, roles, transform
 
 FIELDS, WIDTH = 5, 4
 
@@ -59,6 +59,10 @@ REPLACED = {
     "writes by row and column": (
         "scatter",
         lambda m, x, f: written(x["user_a"], torch.argsort(x["user_b"], 1), 5) + written(x["item_a"], torch.argsort(x["item_b"], 1), 5),
+    ),
+    "writes counted from the end": (
+        "scatter",
+        lambda m, x, f: written(x["user_a"], torch.argsort(x["user_b"], 1) - 2, 5) + written(x["item_a"], torch.argsort(x["item_b"], 1) - 5, 5),
     ),
     "positions in the code": ("index_select", lambda m, x, f: f.cumsum(1)[:, [0, 3, 3]] * f.cumsum(1)[:, [1, 2, 4]]),
 }
@@ -126,17 +130,19 @@ def test_bags_of_one_length(tmp_path, mode, padding, decompose):
         assert not any("embedding_bag" in o["target"] for o in operators)
 
 
-def test_bags_of_many_lengths_are_refused(tmp_path):
-    class Jagged(nn.Module):
+def test_padding_counted_from_the_end_of_the_table(tmp_path):
+    class FromTheEnd(nn.Module):
         def __init__(self):
             super().__init__()
-            self.bags, self.items = nn.EmbeddingBag(11, WIDTH, mode="sum"), nn.Embedding(11, WIDTH)
+            self.table = nn.Embedding(3, WIDTH)
 
         def forward(self, x):
-            return (self.bags(x["user_values"], x["user_offsets"]) * self.items(x["item"])).sum(1)
+            bags = []
+            for ids in (x["user_items"], x["item_tags"]):
+                offsets = torch.arange(0, ids.numel(), ids.shape[1])
+                bags.append(torch.embedding_bag(self.table.weight, ids.reshape(-1), offsets, False, 0, False, None, False, -1)[0])
+            return (bags[0] * bags[1]).sum(1)
 
-    batch, values = torch.export.Dim("batch"), torch.export.Dim("values")
-    example = {"user_values": torch.randint(11, (20,)), "user_offsets": torch.arange(0, 16, 2), "item": torch.randint(11, (8,))}
-    export(Jagged(), example, tmp_path / "m.pt2", dynamic=({k: {0: values if k == "user_values" else batch} for k in example},))
-    text = refusal(tmp_path / "m.pt2")
-    assert "embedding_bag" in text and "user_values" in text and "padding_idx" in text, text
+    example = {"user_items": torch.randint(3, (8, 5)), "item_tags": torch.randint(3, (8, 2))}
+    for decompose in (False, True):
+        check(FromTheEnd(), example, tmp_path, decompose=decompose)

@@ -28,13 +28,13 @@ class Maker(RankingSteps):
             + [self.linear] * 5 + [self.spread] * 3 + [self.product, self.normalise, self.normalise, self.lookup]
             + [self.lookup] * 2 + [self.create, self.recur] + [self.tower] * 4 + [self.unit] * 2 + [self.compress] * 3 + [self.target] * 5
             + [self.fields] * 4 + [self.write] * 2 + [self.costly] * 3 + [self.bag]
-            + [self.spread_rows] * (10 if self.kind in ("single", "looked up") else 0)
+            + [self.spread_rows] * (10 if self.kind in ("single", "looked up") else 0) + [self.bag] * (8 if self.bags else 0)
         )  # fmt: skip
         target = self.random.randrange(6, 26)
         for _ in range(400):
             if len(self.program.steps) >= target:
                 break
-            mixes = 0.015 if self.kind in ("rows", "packed") else 0  # else refused
+            mixes = 0.015 if self.kind in ("rows", "packed", "bags") else 0  # else refused
             family = self.mix if self.random.random() < mixes else self.random.choice(families)
             try:
                 family()
@@ -51,7 +51,9 @@ class Maker(RankingSteps):
         def score(*values: torch.Tensor) -> torch.Tensor:
             return torch.stack([v.reshape(v.shape[0], -1).mean(1) for v in values], dim=1)
 
-        chosen = sorted(set(rows[-4:] + [self.pick(rows), item]))
+        while self.bags and len(self.of_bags) < 2:  # export drops inputs' sizes with what nothing reads
+            self.bag()
+        chosen = sorted(set(rows[-4:] + [self.pick(rows), item, *self.of_bags.values()]))
         self.program.outputs.append(self.add(score, chosen))
         extra = [i for i in rows[-3:] if self.values[i].is_contiguous()]
         if extra and self.random.random() < 0.4:
@@ -66,6 +68,9 @@ def export(seed: int, path: Path) -> str:
     batch, users = torch.export.Dim("batch", min=2), torch.export.Dim("users", min=1)
     of_users = {"single": {}, "looked up": {0: users}}.get(maker.kind, {0: batch})
     shapes = {k: of_users if k.startswith(("user_", "hist_")) else {0: batch} for k in maker.example}
+    for name in maker.bags:
+        side, what = name.split("_")
+        shapes[name] = {0: torch.export.Dim(f"{side}_total") if what == "values" else batch + 1 if side == "hist" else batch}
     try:
         with torch.no_grad():
             exported = torch.export.export(

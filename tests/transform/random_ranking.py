@@ -161,9 +161,11 @@ class RankingSteps(Steps):
         ]  # fmt: skip
         meet: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
             torch.mul, torch.add, lambda v, o: v.expand_as(o) - o, lambda v, o: o * v[0], lambda v, o: torch.where(v > 0, o, v),
+            lambda v, o: o * torch.sigmoid(v.mean()) + v.amax(),
         ]  # fmt: skip
         if len(shape) == 2:
             meet += [lambda v, o: o @ v.t(), lambda v, o: (v @ o.t()).t(), lambda v, o: (o @ v[0]).unsqueeze(1)]
+            meet += [lambda v, o: torch.einsum("bd,cd->bc", o, v), lambda v, o: (o - v[0, 0]) * v.squeeze(0)[1]]
         if vector and self.random.random() < 0.5:
             self.add(self.random.choice(meet), [row, self.pick(vector)])
         else:
@@ -220,4 +222,15 @@ class RankingSteps(Steps):
         ids = [i for i in self.ids() if self.values[i].dim() == 2]
         kind = self.random.choice(["sum", "mean", "max"])
         padding = 0 if kind != "max" and self.random.random() < 0.4 else None
+        if self.bags and self.random.random() < 0.8:
+            side = "hist" if not self.of_bags else self.random.choice(["hist", "item"])
+            table = self.layer(torch.nn.EmbeddingBag(VOCABULARY, WIDTH, mode=kind, padding_idx=padding, include_last_offset=side == "hist"))
+            scale = self.layer(torch.nn.Embedding(VOCABULARY, 1))
+            forms: list[Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = [
+                lambda v, o: table(v, o), lambda v, o: table((v * 3 + 1) % VOCABULARY, o),
+            ]  # fmt: skip
+            if kind == "sum":
+                forms.append(lambda v, o: table(v, o, torch.sigmoid(scale(v)).squeeze(-1)))
+            self.of_bags[side] = self.add(self.random.choice(forms), [self.bags[f"{side}_values"], self.bags[f"{side}_offsets"]])
+            return
         self.add(self.layer(torch.nn.EmbeddingBag(VOCABULARY, WIDTH, mode=kind, padding_idx=padding)), [self.pick(ids)])

@@ -2,7 +2,8 @@
 
 A program is a list of steps. Each is tried on example tensors while the program is made, and left out where the operator
 refuses them. Everything is float64, so that a wrong rewrite shows as a large error and rounding does not. Request-only
-inputs are called `user_*` and `hist_*`. There are four kinds: `rows` (one batch for all inputs), `packed` (one matrix `X`
+inputs are called `user_*` and `hist_*`. There are five kinds: `rows` (one batch for all inputs), `bags` (the same, and bags of
+many lengths given as values and offsets), `packed` (one matrix `X`
 whose first columns are request-only), `single` (request-only inputs have a batch of 1, which the program spreads itself)
 and `looked up` (they have a batch of their own, and an input `owner` says which row belongs to a candidate).
 """
@@ -73,6 +74,9 @@ def example_inputs(kind: str, generator: torch.Generator) -> dict[str, torch.Ten
     }
     if kind == "looked up":
         inputs["owner"] = torch.randint(0, USERS, (BATCH,), generator=generator)
+    if kind == "bags":  # the last position is where the last bag ends: for hist_offsets alone
+        bounds = torch.tensor([0, 0, 2, 5, 5, 6, 9])
+        inputs |= {"hist_values": ids(9), "hist_offsets": bounds, "item_values": ids(9), "item_offsets": bounds[:-1].clone()}
     return inputs
 
 
@@ -83,11 +87,13 @@ class Steps:
         self.random = random.Random(seed)
         torch.manual_seed(seed)
         drawn = self.random.random()
-        self.kind = "packed" if drawn < 0.2 else "single" if drawn < 0.35 else "looked up" if drawn < 0.45 else "rows"
+        self.kind = "packed" if drawn < 0.2 else "single" if drawn < 0.35 else "looked up" if drawn < 0.45 else "bags" if drawn < 0.55 else "rows"
         self.program = Program(self.kind)
         self.example = example_inputs(self.kind, torch.Generator().manual_seed(seed))
         self.values = read_inputs(self.example, self.kind)
         self.owner = len(self.values) - 1 if self.kind == "looked up" else None
+        self.bags = {n: i for i, n in enumerate(self.example) if n.endswith(("_values", "_offsets"))}
+        self.of_bags: dict[str, int] = {}  # what an embedding bag of each side made last
         self.recent: list[int] = []
 
     # ---- choosing operands ----
@@ -97,7 +103,7 @@ class Steps:
         ]
 
     def ids(self) -> list[int]:
-        return [i for i, v in enumerate(self.values) if v.dtype == torch.int64 and i != self.owner]
+        return [i for i, v in enumerate(self.values) if v.dtype == torch.int64 and i != self.owner and i not in self.bags.values()]
 
     def pick(self, candidates: list[int]) -> int:
         if not candidates:

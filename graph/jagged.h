@@ -1,0 +1,25 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <vector>
+
+#include "graph/specification.h"
+
+namespace ikbo::graph {
+
+/// Bags of many lengths as tensors: those of a JaggedInput.
+struct JaggedRows {
+  std::vector<at::Tensor> values;
+  at::Tensor offsets;
+};
+
+/// Where each bag begins, and where the last one ends (int64 [rows + 1]). Throws ikbo::Error, with the name of the
+/// input, unless offsets begin at 0, never decrease and end where the values do.
+at::Tensor bag_bounds(const JaggedInput& input, const at::Tensor& offsets, const at::Tensor& values);
+/// Offsets of bags that begin and end at `bounds`, in the input's form.
+at::Tensor bag_offsets(const JaggedInput& input, const at::Tensor& bounds, at::ScalarType type);
+/// The bags that `rows` (int64) names, in its order: what index_select is for rows of one length.
+JaggedRows select_bags(const JaggedInput& input, const JaggedRows& bags, const at::Tensor& rows);
+
+}  // namespace ikbo::graph
