@@ -10,6 +10,7 @@
 #include "transform/functional.h"
 #include "transform/general_form.h"
 #include "transform/inputs.h"
+#include "transform/multiples.h"
 #include "transform/rewriter.h"
 #include "transform/simplify.h"
 #include "transform/strength.h"
@@ -143,7 +144,7 @@ Result transform(const graph::Archive& given, const Options& options) {
   check_understood(given.program);
   graph::Archive archive = given;
   archive.program.graph = even_bags(given.program.graph);
-  if (options.mode == Mode::kIkbo) archive = reduce_strength(archive);
+  if (options.mode == Mode::kIkbo) archive = multiply_last(reduce_strength(archive));
   const Program& program = archive.program;
   const auto inputs = graph::user_inputs(program);
   RequestOnly request_only = select_request_only(program, inputs, options.request_only);
