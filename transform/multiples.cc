@@ -93,6 +93,7 @@ class Multiples : GraphEditor {
     const graph::TensorMeta& meta = graph_.tensors.at(name);
     const bool exact = meta.dtype == graph::DType::kFloat32 || meta.dtype == graph::DType::kFloat64;
     if (!exact || meta.sizes.size() != 2 || meta.sizes[1].as_integer().value_or(0) < 2) return std::nullopt;
+    if (meta.sizes[0] == meta.sizes[1]) return std::nullopt;  // whether it is transposed would not show
     return Multiple{name, {}, {}, Layout::kRows, {}};
   }
   // Known as more than itself, and not written yet.
@@ -303,7 +304,7 @@ class Multiples : GraphEditor {
     const auto m = multiple(input);
     if (!m) {
       const auto join = joins_.find(input);
-      const bool waits = join != joins_.end() && !written_.contains(input);
+      const bool waits = join != joins_.end() && !written_.contains(input) && aten_name(node.target) != "tensordot";
       const auto w = waits ? weight(node, Layout::kRows) : std::nullopt;
       return w && multiplied_apart(node, join->second, *w);
     }
@@ -336,6 +337,9 @@ class Multiples : GraphEditor {
     std::int64_t column = 0;
     Expr width_of_rest = 0;
     const auto parts = graph::input_names(join);
+    for (const std::string& name : parts) width_of_rest = width_of_rest + sizes(name)[1];
+    if (!width_of_rest.is_integer(w.contents.size(1))) return false;
+    width_of_rest = 0;
     for (const std::string& name : parts) {
       const std::int64_t extent = *sizes(name)[1].as_integer();
       const at::Tensor columns = w.contents.slice(1, column, column + extent);

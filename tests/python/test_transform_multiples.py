@@ -24,9 +24,13 @@ class Crosses(nn.Module):
         self.last_of_cross, self.few = nn.Linear(WIDTH, 1), nn.Linear(WIDTH, 3)
         self.many = nn.Linear(WIDTH, 2 * WIDTH)
         self.one_more = nn.Linear(WIDTH, 1)
+        self.twice = nn.Parameter(torch.randn(2, 2 * WIDTH))
 
     def forward(self, x):
         return self.form(self, torch.cat([x["user_a"], x["item_a"]], 1), x)
+
+    def scaled(self, x):
+        return x * self.one_more(x)
 
     def crossed(self, x0):
         x = x0
@@ -66,12 +70,14 @@ TAKEN = {
         torch.cat([m.crossed(x), m.crossed(rows["user_b"]), rows["item_b"]], 1), torch.cat([m.few.weight, m.few.weight, m.few.weight], 1)
     ),
     "by a matrix": lambda m, x, _: m.crossed(x) @ m.few.weight.t(),
+    "one twice side by side": lambda m, x, _: torch.cat([m.crossed(x)] * 2, 1) @ m.twice.t(),
 }
 KEPT = {
     "read by something else": lambda m, x, rows: torch.tanh(x * m.one_more(x) + m.biases[0]).sum(1),
     "more results than entries": lambda m, x, rows: m.many(rows["user_b"] * m.one_more(x)).sum(1),
     "a number an entry": lambda m, x, rows: m.few(x * rows["item_b"] + rows["user_b"]),
     "an offset that is multiplied": lambda m, x, rows: m.few((rows["item_b"] + m.biases[0]) * rows["user_b"]),
+    "contracted side by side": lambda m, x, _: torch.tensordot(torch.cat([m.scaled(x), m.deep(x)], 1), m.last.weight[0], dims=([1], [0])),
     "sums of two bases": lambda m, x, rows: m.few(x * m.one_more(x) + rows["user_b"] * m.one_more(rows["item_b"])),
 }
 
