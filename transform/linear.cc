@@ -1,5 +1,6 @@
 // A linear layer over parts becomes ikbo::linear: each part is multiplied by its own columns of the weight, at its own
-// batch, and the products meet through row indices. Source: linearity, W [a; b] = W_a a + W_b b.
+// batch, and the products meet through row indices. Source: linearity, W [a; b] = W_a a + W_b b. Where the whole is
+// made for somebody else, the layer is only split if the user's columns save more than it costs.
 #include <ATen/ops/cat.h>
 #include <ATen/ops/zeros.h>
 
@@ -15,6 +16,12 @@ using graph::Expr;
 using graph::Node;
 using graph::Role;
 using graph::TensorArg;
+
+namespace {
+
+constexpr std::int64_t kWorthSplitting = 130;
+
+}  // namespace
 
 // The given columns of a weight (N, K), block after block; a block is a signed sum of columns.
 at::Tensor Rewriter::columns_of(const at::Tensor& weight, const std::vector<std::vector<WeightColumns>>& blocks) {
@@ -92,6 +99,44 @@ std::string Rewriter::row_index(Where where, bool repeated, const Expr& inner) {
   return row_indices_[key] = builder_.reshape(rows, {batch * inner}, Role::kCandidate);
 }
 
+// Whether a value in parts, or what it is a view of, is put together for somebody else. An estimate: it decides about
+// cost alone.
+bool Rewriter::is_whole_anyway(const std::string& name) const {
+  const auto is_view = [](const Node& node) {
+    return one_of(aten_name(node.target),
+                  {"view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "transpose", "permute",
+                   "alias", "detach", "clone", "contiguous", "dropout"});
+  };
+  std::vector<std::string> same{name};
+  for (const Node* node = values_.at(name).node; node != nullptr && is_view(*node);) {
+    same.push_back(graph::input_names(*node)[0]);
+    const auto source = values_.find(same.back());
+    node = source == values_.end() ? nullptr : source->second.node;
+  }
+  while (!same.empty()) {
+    const auto readers = readers_.find(same.back());
+    const std::string read = std::move(same.back());
+    same.pop_back();
+    if (readers == readers_.end()) continue;
+    for (const Node* reader : readers->second) {
+      const std::string op = aten_name(reader->target);
+      if (is_view(*reader) && reader->outputs.size() == 1) {
+        const std::string result = graph::output_names(*reader)[0];
+        if (result != name && read != result) same.push_back(result);
+        continue;
+      }
+      const bool pairs = one_of(op, {"bmm", "matmul", "baddbmm"});
+      if (op != "mul" && !pairs) continue;
+      for (const std::string& other : graph::input_names(*reader)) {
+        const auto it = values_.find(other);
+        if (other == read || !is_tensor(other) || parameter_targets_.contains(other)) continue;
+        if (it == values_.end() || (it->second.level != Level::kShared && (pairs || !it->second.parts))) return true;
+      }
+    }
+  }
+  return false;
+}
+
 bool Rewriter::lower_linear(const Node& node, const Product& product) {
   const Parts parts = *values_.at(product.input).parts;
   const std::size_t last = parts.shape.size() - 1;
@@ -141,6 +186,17 @@ bool Rewriter::lower_linear(const Node& node, const Product& product) {
   }
   const bool whole = groups.size() == 1 && groups.contains({false, false});
   if (whole || product.weight.contents.size(1) != column) return false;
+  // What is read and multiplied once a user instead of once a candidate, in entries read (eight multiplications take as
+  // long), against what looking up and adding the user's sums costs: ikbo::linear over (1050, 48) and (15, 112) beats a
+  // layer over (1050, 160) from 2 results on, over (1050, 57) and (15, 1) not with 64 (AVX-512, one core).
+  std::int64_t saved = 0;
+  for (const auto& [key, group] : groups) {
+    for (const Block& block : group) {
+      if (key.first || key.second)
+        saved += (block.columns[0].to - block.columns[0].from) * (8 + product.weight.contents.size(0)) / 8;
+    }
+  }
+  if (saved < kWorthSplitting && is_whole_anyway(product.input)) return false;
   if (!groups.contains({false, false})) {  // the candidates' rows, spelled out
     const auto repeated = groups.find({false, true});
     if (repeated == groups.end()) return false;

@@ -320,6 +320,7 @@ std::optional<Parts> Rewriter::passed(const Node& node, const RuleInput& in, con
 // alone. Or one that flattens what stands in front of the last dimension: the parts stay as they are.
 std::optional<Parts> Rewriter::view_parts(const Parts& parts, const std::vector<Expr>& before,
                                           const std::vector<Expr>& after) {
+  if (auto moved = unit_dimensions(parts, before, after)) return moved;
   const auto d = static_cast<std::size_t>(parts.dim);
   const auto same = [](auto a, auto b, std::size_t n) { return std::equal(a, a + static_cast<std::ptrdiff_t>(n), b); };
   if (after.size() > d && same(before.begin(), after.begin(), d)) {

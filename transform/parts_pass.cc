@@ -58,6 +58,34 @@ void Rewriter::merge_neighbours(Parts& parts) {
   parts.pieces = std::move(merged);
 }
 
+// A view that adds or drops dimensions of size 1, (B, 1, K) -> (B, K): the same of each piece.
+std::optional<Parts> Rewriter::unit_dimensions(const Parts& parts, const std::vector<Expr>& before,
+                                               const std::vector<Expr>& after) {
+  std::vector<std::size_t> from;  // dimensions with more than one entry
+  for (std::size_t i = 0; i < before.size(); ++i) {
+    if (!before[i].is_integer(1)) from.push_back(i);
+  }
+  Parts out{-1, after, parts.pieces, parts.join};
+  std::vector<int> source(after.size(), -1);
+  std::size_t seen = 0;
+  for (std::size_t i = 0; i < after.size(); ++i) {
+    if (after[i].is_integer(1)) continue;
+    if (seen == from.size() || !(before[from[seen]] == after[i])) return std::nullopt;
+    source[i] = static_cast<int>(from[seen++]);
+    if (source[i] == parts.dim) out.dim = static_cast<int>(i);
+  }
+  if (seen != from.size() || out.dim < 0) return std::nullopt;
+  for (Piece& piece : out.pieces) {
+    for (Term& term : piece.terms) {
+      std::vector<Expr> sizes;
+      for (const int s : source) sizes.push_back(s < 0 ? Expr(1) : term.sizes[static_cast<std::size_t>(s)]);
+      term.value = reshape_term(term, sizes);
+      term.sizes = std::move(sizes);
+    }
+  }
+  return out;
+}
+
 // Entries at constant positions along the pieces' dimension: columns of a packed input, pairs of fields.
 std::optional<Parts> Rewriter::picked(const Parts& parts, const RuleInput& in) {
   const bool selects = aten_name(in.node().target) == "index_select";

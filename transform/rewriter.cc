@@ -26,6 +26,9 @@ Rewriter::Rewriter(const graph::Archive& archive, const graph::Graph& original, 
       parameter_targets_[std::get<graph::TensorArg>(spec.value).name] = spec.target;
     }
   }
+  for (const Node& node : original.nodes) {
+    for (const std::string& name : graph::input_names(node)) readers_[name].push_back(&node);
+  }
 }
 
 void Rewriter::bind_input(const std::string& name, Value value) {

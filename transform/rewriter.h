@@ -128,6 +128,8 @@ class Rewriter {
   static graph::Role role_of(Where where);
 
   // parts_pass.cc: operators that work on each piece alone
+  std::optional<Parts> unit_dimensions(const Parts& parts, const std::vector<graph::Expr>& before,
+                                       const std::vector<graph::Expr>& after);
   std::optional<Parts> picked(const Parts& parts, const RuleInput& input);
   bool split_parts(const graph::Node& node, const RuleInput& input, const std::string& self);
   Piece nothing_of(const Parts& parts);
@@ -170,6 +172,7 @@ class Rewriter {
     bool operator<(const WeightColumns& o) const { return std::tie(from, to, sign) < std::tie(o.from, o.to, o.sign); }
   };
   bool lower_linear(const graph::Node& node, const Product& product);
+  bool is_whole_anyway(const std::string& name) const;
   static at::Tensor columns_of(const at::Tensor& weight, const std::vector<std::vector<WeightColumns>>& blocks);
   std::string weight_columns(const SharedWeight& weight, const std::vector<std::vector<WeightColumns>>& blocks);
   std::string row_index(Where where, bool repeated, const graph::Expr& inner);
@@ -219,6 +222,7 @@ class Rewriter {
   std::map<std::string, std::string> parameter_targets_;  // graph value -> state-dict name
   std::map<std::string, std::string> row_indices_;
   std::map<std::string, std::string> weights_made_;
+  std::map<std::string, std::vector<const graph::Node*>> readers_;  // of the original's values
   std::set<std::string> candidate_dependent_;
   std::set<std::string> totals_;                    // symbols of the numbers of values in request-only bags
   std::map<std::string, std::string> bag_offsets_;  // offsets of such bags -> the symbol of their values

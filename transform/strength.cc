@@ -6,7 +6,7 @@
 #include <algorithm>
 #include <set>
 
-#include "graph/error.h"
+#include "transform/editor.h"
 #include "transform/rules.h"
 
 namespace ikbo::transform {
@@ -18,18 +18,9 @@ using graph::Graph;
 using graph::Node;
 using graph::TensorArg;
 
-class Strength {
+class Strength : GraphEditor {
  public:
-  Strength(graph::Archive archive, Strengths wanted)
-      : archive_(std::move(archive)), graph_(archive_.program.graph), wanted_(wanted) {
-    for (const auto& [name, meta] : graph_.tensors) taken_.insert(name);
-    for (const auto& [name, e] : graph_.sym_ints) taken_.insert(name);
-    for (const graph::InputSpec& spec : archive_.program.input_specs) {
-      if (const auto* t = std::get_if<TensorArg>(&spec.value); t != nullptr && !spec.target.empty()) {
-        targets_[t->name] = spec.target;
-      }
-    }
-  }
+  Strength(graph::Archive archive, Strengths wanted) : GraphEditor(std::move(archive)), wanted_(wanted) {}
 
   graph::Archive run() {
     std::vector<Node> nodes = std::move(graph_.nodes);
@@ -38,9 +29,7 @@ class Strength {
       const std::string op = aten_name(node.target);
       if (op == "masked_select" ? constant_mask(node) : op == "index_put" && writes_in_rows(node)) continue;
       if (wanted_ == Strengths::kAll && cheaper(node, op)) continue;
-      const auto results = graph::output_names(node);
-      if (results.size() == 1) makers_[results[0]] = node;
-      graph_.nodes.push_back(std::move(node));
+      keep(std::move(node));
     }
     if (!unbacked_.empty()) {
       for (const auto& [symbol, size] : unbacked_) {
@@ -77,7 +66,6 @@ class Strength {
     if (!graph::is_floating(a.dtype) || a.dtype != b.dtype) return std::nullopt;
     return Pair{names[0], names[1]};
   }
-  const std::vector<Expr>& sizes(const std::string& name) const { return graph_.tensors.at(name).sizes; }
   static bool fixed(const std::vector<Expr>& sizes) {
     return std::all_of(sizes.begin(), sizes.end(), [](const Expr& e) { return e.as_integer().has_value(); });
   }
@@ -272,31 +260,6 @@ class Strength {
     });
   }
 
-  // The contents of a constant, or of what shows part of one.
-  std::optional<at::Tensor> constant(const std::string& name) const {
-    if (const auto target = targets_.find(name); target != targets_.end()) {
-      for (const auto* table : {&archive_.weights, &archive_.constants}) {
-        if (const auto it = table->find(target->second); it != table->end()) return graph::weight_tensor(it->second);
-      }
-      return std::nullopt;
-    }
-    const auto maker = makers_.find(name);
-    if (maker == makers_.end()) return std::nullopt;
-    const Node& node = maker->second;
-    const std::string op = aten_name(node.target);
-    const auto names = graph::input_names(node);
-    if (names.size() != 1) return std::nullopt;
-    if (!one_of(op, {"lift_fresh_copy", "clone", "alias", "detach", "select", "unsqueeze"})) return std::nullopt;
-    auto base = constant(names[0]);
-    if (!base || (op != "select" && op != "unsqueeze")) return base;
-    const auto* dim = node.find("dim") != nullptr ? std::get_if<std::int64_t>(node.find("dim")) : nullptr;
-    const auto* index = node.find("index") != nullptr ? std::get_if<std::int64_t>(node.find("index")) : nullptr;
-    if (dim == nullptr) return std::nullopt;
-    if (op == "unsqueeze") return base->unsqueeze(*dim);
-    if (index == nullptr) return std::nullopt;
-    return base->select(*dim, *index);
-  }
-
   // ---- Nodes ----
   std::string without(const std::string& value, int dim) {
     const auto maker = makers_.find(value);
@@ -317,64 +280,9 @@ class Strength {
                 {{"self", TensorArg{value}, 1}, {"dim0", std::int64_t{dim0}, 1}, {"dim1", std::int64_t{dim1}, 1}},
                 std::move(wanted), value);
   }
-  std::string emit(const std::string& target, std::vector<graph::NamedArgument> inputs, std::vector<Expr> wanted,
-                   const std::string& like, std::optional<graph::DType> dtype = std::nullopt) {
-    Node node;
-    node.target = target;
-    node.inputs = std::move(inputs);
-    node.name = fresh(like + "_" + aten_name(target));
-    node.outputs = {TensorArg{node.name}};
-    graph::TensorMeta meta = graph_.tensors.at(like);
-    meta.strides = graph::contiguous_strides(wanted);
-    meta.sizes = std::move(wanted);
-    meta.storage_offset = 0;
-    meta.requires_grad = false;
-    meta.dtype = dtype.value_or(meta.dtype);
-    graph_.tensors.emplace(node.name, std::move(meta));
-    makers_[node.name] = node;
-    graph_.nodes.push_back(std::move(node));
-    return graph_.nodes.back().name;
-  }
-  // The last node of a replacement: it makes the value that the original did.
-  void finish(const Node& original, const std::string& target, std::vector<graph::NamedArgument> inputs) {
-    Node node = original;
-    node.target = target;
-    node.inputs = std::move(inputs);
-    makers_[graph::output_names(node)[0]] = node;
-    graph_.nodes.push_back(std::move(node));
-  }
-  std::string fresh(const std::string& wanted) {
-    std::string name = wanted;
-    for (int i = 1; !taken_.insert(name).second; ++i) name = fmt::format("{}_{}", wanted, i);
-    return name;
-  }
-  // A new buffer, in front of what a caller passes.
-  std::string buffer(const std::string& wanted, const at::Tensor& contents) {
-    graph::InputSpec spec;
-    spec.kind = graph::InputKind::kBuffer;
-    spec.target = fresh(wanted);
-    spec.value = TensorArg{spec.target};
-    const graph::Weight weight = graph::make_weight(contents, /*is_parameter=*/false);
-    graph_.tensors.emplace(spec.target, weight.meta);
-    archive_.weights.emplace(spec.target, weight);
-    targets_[spec.target] = spec.target;
-    auto& specs = archive_.program.input_specs;
-    const auto at = std::find_if(specs.begin(), specs.end(), [](const graph::InputSpec& s) {
-      return s.kind != graph::InputKind::kParameter && s.kind != graph::InputKind::kBuffer;
-    });
-    graph_.inputs.insert(graph_.inputs.begin() + (at - specs.begin()), TensorArg{spec.target});
-    std::string name = spec.target;
-    specs.insert(at, std::move(spec));
-    return name;
-  }
 
-  graph::Archive archive_;
-  Graph& graph_;
   const Strengths wanted_;
-  std::map<std::string, std::string> targets_;  // of parameters, buffers and constants
-  std::map<std::string, Node> makers_;
   std::map<std::string, Expr> unbacked_;  // sizes that are known now
-  std::set<std::string> taken_;
 };
 
 }  // namespace

@@ -10,6 +10,7 @@
 #include "transform/functional.h"
 #include "transform/general_form.h"
 #include "transform/inputs.h"
+#include "transform/multiples.h"
 #include "transform/rewriter.h"
 #include "transform/simplify.h"
 #include "transform/strength.h"
@@ -155,6 +156,7 @@ Result transform(const graph::Archive& given, const Options& options) {
   // Other modes keep the original's operators, but for those that would be refused.
   if (options.mode == Mode::kIkbo || sides.broadcasts_inside()) {
     archive = reduce_strength(archive, options.mode == Mode::kIkbo ? Strengths::kAll : Strengths::kRows);
+    if (options.mode == Mode::kIkbo) archive = multiply_last(archive);
   }
   assembly.inputs = sides.inputs;
   assembly.candidate_symbol = sides.candidate_symbol;

@@ -216,3 +216,48 @@ def test_a_model_that_draws_random_numbers_is_verified_with_one_seed(tmp_path):
 
     export(Other(), {k: v.float() for k, v in example().items()}, tmp_path / "other.pt2")
     assert command("verify", tmp_path / "other.pt2", tmp_path / "m.ikbo.pt2").returncode == 1
+
+
+class PackedFields(nn.Module):
+    """Embeddings side by side with a dimension of one entry between, as deepctr flattens them."""
+
+    def __init__(self, width=5):
+        super().__init__()
+        self.table, self.top = nn.Embedding(9, width), nn.Linear(3 * width, 4)
+
+    def forward(self, x):
+        fields = [self.table(x[name].unsqueeze(1)) for name in ("user_a", "item", "user_b")]
+        both = torch.cat(fields, -1)
+        assert both.shape[1:] == (1, self.top.in_features)
+        return self.top(both.view(both.shape[0], -1)).tanh() + self.top(both).flatten(1)
+
+
+@pytest.mark.parametrize("decompose", [False, True], ids=["raw", "decomposed"])
+def test_views_that_drop_a_dimension_of_one_entry(tmp_path, decompose):
+    rows = {name: torch.randint(9, (8,)) for name in ("user_a", "user_b", "item")}
+    reports = check(PackedFields().double(), rows, tmp_path, tolerance=1e-12, decompose=decompose)
+    assert reports["ikbo"]["broadcasts"] == 0 and reports["ikbo"]["ikbo_operators"] == 2, reports["ikbo"]
+
+
+class WideAndWhole(nn.Module):
+    """A layer over both sides, which another operator needs together, or not."""
+
+    def __init__(self, user_width, features, whole):
+        super().__init__()
+        self.whole = whole
+        self.layer, self.top = nn.Linear(user_width + 3, features), nn.Linear(1, 1)
+
+    def forward(self, x):
+        both = torch.cat([x["user_a"], x["item_a"]], 1)
+        y = self.layer(both)
+        return y.sum(1) + ((both * torch.sigmoid(y[:, :1])).tanh().sum(1) if self.whole else 0)
+
+
+@pytest.mark.parametrize(
+    ("user_width", "features", "whole", "split"),
+    [(2, 1, True, 0), (2, 1, False, 1), (200, 1, True, 1), (2, 16, True, 0), (60, 16, True, 1), (60, 1, True, 0)],
+)
+def test_layers_over_what_is_whole_are_split_where_it_saves_more_than_it_costs(tmp_path, user_width, features, whole, split):
+    rows = {"user_a": torch.randn(8, user_width), "item_a": torch.randn(8, 3)}
+    reports = check(WideAndWhole(user_width, features, whole).double(), {k: v.double() for k, v in rows.items()}, tmp_path, tolerance=1e-12)
+    assert reports["ikbo"]["ikbo_operators"] == split, reports["ikbo"]

@@ -1,0 +1,43 @@
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <map>
+#include <optional>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "graph/archive.h"
+
+namespace ikbo::transform {
+
+/// An archive whose graph is written anew, node after node: some are copied, others replaced by what means the same.
+/// For the passes in front of the rewriting, which know one batch only.
+class GraphEditor {
+ public:
+  explicit GraphEditor(graph::Archive archive);
+
+ protected:
+  const std::vector<graph::Expr>& sizes(const std::string& name) const { return graph_.tensors.at(name).sizes; }
+  /// The contents of a constant, or of what shows part of one.
+  std::optional<at::Tensor> constant(const std::string& name) const;
+
+  /// A node of its own; returns its value, of the type of `like` where none is given.
+  std::string emit(const std::string& target, std::vector<graph::NamedArgument> inputs, std::vector<graph::Expr> sizes,
+                   const std::string& like, std::optional<graph::DType> dtype = std::nullopt);
+  /// The last node of a replacement: it makes the value that the original did.
+  void finish(const graph::Node& original, const std::string& target, std::vector<graph::NamedArgument> inputs);
+  void keep(graph::Node node);
+  std::string fresh(const std::string& wanted);
+  /// A new buffer, in front of what a caller passes.
+  std::string buffer(const std::string& wanted, const at::Tensor& contents);
+
+  graph::Archive archive_;
+  graph::Graph& graph_;
+  std::map<std::string, std::string> targets_;  // of parameters, buffers and constants
+  std::map<std::string, graph::Node> makers_;   // of what is written already
+  std::set<std::string> taken_;
+};
+
+}  // namespace ikbo::transform
