@@ -4,7 +4,7 @@
 # usage: scripts/source_digest.sh NAME
 #   NAME: lce_peers (written by bench/lce_peers.py), attention and attention_self (by bench/attention_peers.py), model
 #   and ranker (by scripts/measure_cpu.sh), ranker_gpu (by bench/ranker_gpu.py), odd_sizes (by bench/odd_sizes.py), checks
-#   and checks_two_gpus (by scripts/gpu_check.sh), zoo (by scripts/zoo.sh), zoo_random (by the random programs of tests/python)
+#   (by scripts/gpu_check.sh), zoo (by scripts/zoo.sh), zoo_random (by the random programs of tests/python)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 lce=(kernels/linear_compression* kernels/hopper kernels/scalar* kernels/align_rows* kernels/unaligned_rows.cuh)
@@ -18,7 +18,7 @@ case "${1:-}" in
   ranker) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/ranker.py) ;;
   zoo) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/zoo) ;;
   zoo_random) paths=(graph ops runtime transform cmake CMakeLists.txt tests/transform) ;;
-  checks | checks_two_gpus) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt python tests/gpu tests/python) ;;
+  checks) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt python tests/gpu tests/python) ;;
   ranker_gpu) paths=(graph ops runtime transform cli kernels cmake CMakeLists.txt examples/ranker.py bench/ranker_gpu.py) ;;
   *) sed -n '2,/^[^#]/{s/^# \{0,1\}//p}' "$0" >&2; exit 2 ;;
 esac
