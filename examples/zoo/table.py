@@ -200,11 +200,12 @@ def _random(results: Path) -> list[str]:
     if not file.is_file():
         return []
     r = json.loads(file.read_text())
+    refused = f"; {r['refused']} programs that mix what belongs to several users refused" if r.get("refused") else ""
     return [
         "", "## Programs made at random", "",
         f"{r['programs']:,} valid programs over the rule families (`tests/transform/random_programs.py`, seed {r['seed']}), each transformed in",
         f"three modes and compared with its original in float64 over even, uneven and unsorted mappings, one user, and equal batch sizes:",
-        f"{r['comparisons']:,} comparisons, {r['wrong']} wrong, {r['failed']} failed. {r['date']}, sources `{r['source_digest']}`.",
+        f"{r['comparisons']:,} comparisons, {r['wrong']} wrong, {r['failed']} failed{refused}. {r['date']}, sources `{r['source_digest']}`.",
     ]  # fmt: skip
 
 
@@ -217,7 +218,8 @@ def _document(rows: list[Row], about: dict[str, Any], results: Path) -> str:
         "Written by `scripts/zoo.sh`; all of it, with bytes, operators and dates, is in `bench/results/cpu/zoo.json`. Each configuration is",
         "built with its package's own defaults, its weights are perturbed so that scores differ, it is exported with one dynamic batch",
         "(histories of 50, on the user's side), raw and after `run_decompositions({})`, transformed, verified against float64 over even,",
-        "uneven and unsorted mappings, and loaded by `torch.export.load`, whose scores are compared with the C++ runtime's. Measured on",
+        "uneven and unsorted mappings, and loaded by `torch.export.load`, whose scores are compared with the C++ runtime's (to 1e-6 of",
+        "the largest, or to what the original's own rounding makes of its scores). Measured on",
         f"{about['cpu']}, one thread, 15 users with 70 candidates each, the three modes interleaved in one process, PyTorch",
         f"{about['torch'].split('+')[0]}, {about['date']}, sources `{about['source_digest']}`.{busy}",
         "",
@@ -228,8 +230,9 @@ def _document(rows: list[Row], about: dict[str, Any], results: Path) -> str:
         "own analysis; a configuration without any (all that users have is looked up) has a dash and is not counted. Slower than",
         "broadcast: by more than 5% and 50 µs, in bold. Models that do not export do not count; the reason is torch.export's.",
         "`broadcast` and `split` run the original's operators; `ikbo` also drops copies that change nothing, computes equal operators",
-        "once and takes batch norms and activations into its linear layers, so a part of its gain over `split` is that. A model that",
-        "draws random numbers (MIND) has no float64 reference and no ratio: it is compared with the original on the same draws.",
+        "once, replaces those that copy a weight for every row, and takes batch norms, activations and cross networks into its linear",
+        "layers, so a part of its gain over `split` is that. A model that draws random numbers (MIND) has no float64 reference and no",
+        "ratio: it is compared with the original on the same draws.",
         *_random(results),
         "",
         "## Configurations",
