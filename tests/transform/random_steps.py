@@ -111,6 +111,14 @@ class Steps:
         late = candidates[-6:]
         return self.random.choice(late if self.random.random() < 0.6 else candidates)
 
+    def pick_rows(self, candidates: list[int]) -> int:
+        """One whose first axis is a batch: after a transposition constant positions of axis 1 are rows, which a smaller batch lacks."""
+        i = self.pick(candidates)
+        of_users = {"single": 1, "looked up": USERS}.get(self.kind, BATCH)
+        if self.values[i].shape[0] % BATCH and self.values[i].shape[0] != of_users:
+            raise LookupError
+        return i
+
     def add(self, function: Callable[..., torch.Tensor], arguments: list[int]) -> int:
         result = function(*[self.values[a] for a in arguments])
         if not isinstance(result, torch.Tensor) or result.numel() > MAX_ELEMENTS or result.numel() == 0:
@@ -292,11 +300,11 @@ class Steps:
             i = self.pick([j for j in self.floats(3) if self.values[j].shape[0] == BATCH])
             self.add(lambda v: torch.gather(v, 1, v.argsort(1)), [i])
         elif kind < 0.9:
-            i = self.pick([j for j in self.floats() if self.values[j].dim() >= 2])
+            i = self.pick_rows([j for j in self.floats() if self.values[j].dim() >= 2])
             index = torch.tensor([0, self.values[i].shape[1] - 1])
             self.add(lambda v: v.index_select(1, index), [i])
         else:
-            i = self.pick([j for j in self.floats(2)])
+            i = self.pick_rows(self.floats(2))
             embedding = self.layer(torch.nn.Embedding(max(2, self.values[i].shape[1]), WIDTH))
             self.add(lambda v: embedding(v.argmax(1)), [i])
 
