@@ -81,6 +81,14 @@ CUtensorMap history_map(const TargetAttentionProblem& p, const void* pointer, in
       "target_attention");
 }
 
+// In turns, one warpgroup's weights are computed while the other one has the matrix unit. That pays where a block's
+// weights take as long as its products do, and where histories are short; else both are faster without waiting.
+bool takes_turns(const TargetAttentionProblem& p) {
+  constexpr int64_t kShort = 768;
+  const int64_t histories = p.kv_offsets != nullptr ? std::max<int64_t>(p.users, 1) : 1;
+  return p.head_dim <= 64 || (p.head_dim <= 128 && p.length <= kShort * histories);
+}
+
 template <typename T, int DIM, int KEYS>
 void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   const TargetAttentionProblem& p = params.problem;
@@ -195,6 +203,7 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
   params.group = static_cast<int32_t>(group_of(problem));
   params.rows_by_vectors =
       problem.head_dim % kAlignedElements == 0 && aligned(problem.out) && aligned(problem.self_out);
+  params.takes_turns = takes_turns(problem);
   // A scale of 0 makes all weights equal; as the smallest number it still keeps -infinity what it is.
   params.scale_log2 = std::max(static_cast<float>(problem.scale * kLog2OfE), std::numeric_limits<float>::min());
   int device = 0;

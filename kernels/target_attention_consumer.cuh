@@ -12,19 +12,44 @@
 namespace ikbo::kernels {
 
 // ---- The softmax of a warpgroup's 64 rows. A thread has two of them, 8 apart.
-// Largest of a block, for a thread's two rows, over the four threads that share them. NaN is passed over: the sums keep
-// it.
-template <int KEYS>
-__device__ __forceinline__ void max_of_block(const float (&s)[KEYS / 2], float (&largest)[2]) {
-  float part[4] = {s[0], s[1], s[2], s[3]};
+// The largest or smallest of a block read as integers, for a thread's two rows, over the four threads that share them:
+// there is an instruction that takes three.
+template <int KEYS, bool LARGEST>
+__device__ __forceinline__ void extreme_of_block(const float (&s)[KEYS / 2], int (&extreme)[2]) {
+  const auto of_three = [](int a, int b, int c) { return LARGEST ? __vimax3_s32(a, b, c) : __vimin3_s32(a, b, c); };
+  const auto of_two = [](int a, int b) { return LARGEST ? max(a, b) : min(a, b); };
+  int part[4];
 #pragma unroll
-  for (int i = 4; i < KEYS / 2; ++i) part[i % 4] = fmaxf(part[i % 4], s[i]);
+  for (int c = 0; c < 4; ++c) {
+    part[c] = of_two(__float_as_int(s[c]), __float_as_int(s[c + 4]));
+#pragma unroll
+    for (int i = 8 + c; i + 4 < KEYS / 2; i += 8) {
+      part[c] = of_three(part[c], __float_as_int(s[i]), __float_as_int(s[i + 4]));
+    }
+  }
 #pragma unroll
   for (int h = 0; h < 2; ++h) {
-    largest[h] = fmaxf(part[2 * h], part[2 * h + 1]);
-    largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffff'ffff, largest[h], 1));
-    largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffff'ffff, largest[h], 2));
+    extreme[h] = of_two(part[2 * h], part[2 * h + 1]);
+    extreme[h] = of_two(extreme[h], __shfl_xor_sync(0xffff'ffff, extreme[h], 1));
+    extreme[h] = of_two(extreme[h], __shfl_xor_sync(0xffff'ffff, extreme[h], 2));
   }
+}
+
+// Largest of a block, for a thread's two rows. Non-negative floats are in the order of integers, and above all negative
+// ones, which are in the opposite order. A NaN is passed over or is the largest: the sums keep it.
+template <int KEYS>
+__device__ __forceinline__ void max_of_block(const float (&s)[KEYS / 2], float (&largest)[2]) {
+  static_assert(KEYS % 16 == 0);
+  int extreme[2];
+  extreme_of_block<KEYS, true>(s, extreme);
+  if (__any_sync(0xffff'ffff, (extreme[0] | extreme[1]) < 0)) {
+    int lowest[2];
+    extreme_of_block<KEYS, false>(s, lowest);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) extreme[h] = extreme[h] < 0 ? lowest[h] : extreme[h];
+  }
+#pragma unroll
+  for (int h = 0; h < 2; ++h) largest[h] = __int_as_float(extreme[h]);
 }
 
 // What the weights of a thread's two rows are relative to, as an exponent of 2, and this thread's part of their sum.
@@ -131,7 +156,7 @@ class Consumer {
     uint32_t weights[KEYS / 16][4];
     RowState rows;
     // The first turn is the first warpgroup's.
-    if (number_ == 1) named_barrier_arrive(kFirstTurn, kConsumers * kWarpgroup);
+    if (number_ == 1) give_turn();
     Work work = take_work();
     while (true) {
       while (work.has_rows && !work.multiplies) work = pass_tile(work);
@@ -241,10 +266,10 @@ class Consumer {
   }
 
   __device__ __forceinline__ void take_turn() {
-    hopper::named_barrier_sync(kFirstTurn + number_, kConsumers * kWarpgroup);
+    if (params_.takes_turns) hopper::named_barrier_sync(kFirstTurn + number_, kConsumers * kWarpgroup);
   }
   __device__ __forceinline__ void give_turn() {
-    hopper::named_barrier_arrive(kFirstTurn + (number_ ^ 1), kConsumers * kWarpgroup);
+    if (params_.takes_turns) hopper::named_barrier_arrive(kFirstTurn + (number_ ^ 1), kConsumers * kWarpgroup);
   }
 
   // A tile without a history, or whose rows are the other warpgroup's alone: keys and values go by unread, in turn, as
@@ -292,8 +317,8 @@ class Consumer {
     start_scores(s, queries);
     mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
     start_output(o, weights, !first_values);
-    give_turn();
     wait_for_scores(s, true, queries, last);
+    give_turn();
   }
 
   // A tile's first block, the one that is masked, alone.
