@@ -7,6 +7,7 @@
 #include <array>
 #include <cerrno>
 #include <cmath>
+#include <csignal>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -54,8 +55,9 @@ class Child {
   Child(const Child&) = delete;
   Child& operator=(const Child&) = delete;
   ~Child() {
-    output_.reset();  // a program that still writes gets SIGPIPE
-    if (!waited_) waitpid(pid_, nullptr, 0);
+    if (waited_) return;
+    kill(pid_, SIGTERM);  // its answers are not wanted any more
+    waitpid(pid_, nullptr, 0);
   }
 
   std::optional<std::string> line() {

@@ -5,6 +5,7 @@
 
 #include <ATen/core/Tensor.h>
 #include <ATen/cuda/CUDAContextLight.h>
+#include <c10/cuda/CUDAFunctions.h>
 #include <c10/util/Exception.h>
 #include <torch/library.h>
 
@@ -43,6 +44,9 @@ Measured& measured() {
 
 const cudaDeviceProp& properties_of(const char* op, c10::Device device) {
   TORCH_CHECK_VALUE(device.is_cuda() && device.has_index(), op, ": device is ", device, ", expected cuda:N");
+  const auto devices = c10::cuda::device_count();
+  TORCH_CHECK_VALUE(device.index() >= 0 && device.index() < devices, op, ": device is ", device, ", but there are ",
+                    static_cast<int>(devices), " GPUs");
   return *at::cuda::getDeviceProperties(device.index());
 }
 

@@ -211,7 +211,7 @@ def test_what_cannot_be_tuned_is_said(tmp_path, stand_in, monkeypatch):
     ("os.kill(os.getpid(), 9)", ["ended by signal 9", "after 1 of 4 points"]),
     ("sys.exit(0)", ["measured 1 of 4 points"]),
     ("print('{')", ["not understood", "{"]),
-    ("print(json.dumps({'by_model': {}}))", ["not understood", "block_m"]),
+    ("print(json.dumps({'by_model': {}}))", ["not understood", "'configurations' not found"]),
     ("print(json.dumps({'by_model': {'block_m': 1, 'cluster': 1}, 'configurations': []}))", ["not understood", "choice"]),
 ], ids=["message", "signal", "silent", "no JSON", "incomplete", "no choice"])  # fmt: skip
 def test_a_measurement_that_fails_writes_nothing(tmp_path, stand_in, failure, parts):
