@@ -116,7 +116,7 @@ void add_tune(CLI::App& app, Action& action) {
                    "Where to write it with what was measured; may be the archive itself");
   tune->add_option("--candidates", options->request.candidates,
                    "Numbers of candidates in a call, by commas; default: those of 16, 64, 256, 1024 and 4096 that the\n"
-                   "archive allows, and the most it does")
+                   "archive allows, and the most it does where that is less")
       ->delimiter(',')
       ->check(CLI::PositiveNumber);
   auto* users = tune->add_option("--users", options->request.users,

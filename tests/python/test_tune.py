@@ -6,6 +6,7 @@ import os
 import shutil
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -58,10 +59,10 @@ class Adding(nn.Module):
 
 def archive(folder, dtype=torch.bfloat16, model=Compressing, name="m", options=()):
     binary()
-    x = {"user_rows": torch.randn(4, K_USER, WIDTH), "item_rows": torch.randn(4, K_ITEM, WIDTH)}
-    x = {k: v.cpu().to(dtype) for k, v in x.items()}
-    batch = torch.export.Dim("batch")
-    program = torch.export.export(model().to("cpu", dtype).eval(), (x,), dynamic_shapes=({k: {0: batch} for k in x},))
+    with torch.device("cpu"):
+        x = {"user_rows": torch.randn(4, K_USER, WIDTH).to(dtype), "item_rows": torch.randn(4, K_ITEM, WIDTH).to(dtype)}
+        batch = torch.export.Dim("batch")
+        program = torch.export.export(model().to(dtype).eval(), (x,), dynamic_shapes=({k: {0: batch} for k in x},))
     torch.export.save(program.run_decompositions({}), folder / f"{name}.pt2")
     fine("transform", folder / f"{name}.pt2", "--request-only", "user_*", *options)
     return folder / f"{name}.ikbo.pt2"
@@ -279,6 +280,14 @@ def this_gpu():
     return {"device": properties.name, "multiprocessors": properties.multi_processor_count}
 
 
+def stored_for_this_gpu(path, to, **values):
+    def change(specification):
+        change_point(**values)(specification)
+        specification["configurations"][0].update(this_gpu())
+
+    return rewrite(path, to, change)
+
+
 def config_now(m, candidates, users, dtype=torch.bfloat16):
     """(tile height, cluster, measured) that the operator takes now."""
     return tuple(torch.ops.ikbo.linear_compression_config(
@@ -308,11 +317,8 @@ def test_a_stored_configuration_is_used_with_the_same_bits(tmp_path, stand_in):
     bits = run()
     seen = set()
     for block_m, cluster in ((64, 1), (64, 2), (144, 1), (176, 2)):
-        def change(specification, block_m=block_m, cluster=cluster):
-            change_point(block_m=block_m, cluster=cluster)(specification)
-            specification["configurations"][0].update(this_gpu())
-
-        path = rewrite(tmp_path / "t.pt2", tmp_path / f"{block_m}-{cluster}.pt2", change)
+        to = tmp_path / f"{block_m}-{cluster}.pt2"
+        path = stored_for_this_gpu(tmp_path / "t.pt2", to, block_m=block_m, cluster=cluster)
         assert ikbo.use_configurations(path, "cuda") == 2
         assert config_now(m, 90, 2) == (block_m, cluster, True)
         assert config_now(m, 401, 2)[2] is False and config_now(m, 90, 2, torch.float16)[2] is False
@@ -327,18 +333,44 @@ def test_a_stored_configuration_is_used_with_the_same_bits(tmp_path, stand_in):
 def test_the_command_refuses_what_no_kernel_has(tmp_path, stand_in):
     made = archive(tmp_path, model=lambda: Compressing(302))
     fine("tune", made, "-o", tmp_path / "t.pt2", "--candidates", "100")
-
-    def change(specification):
-        change_point(block_m=65)(specification)
-        specification["configurations"][0].update(this_gpu())
-
-    bad = rewrite(tmp_path / "t.pt2", tmp_path / "bad.pt2", change)
+    bad = stored_for_this_gpu(tmp_path / "t.pt2", tmp_path / "bad.pt2", block_m=65)
     message = refused("verify", tmp_path / "m.pt2", bad, "--device", "cuda")
     assert "there is no kernel for block_m 65" in message and "measure them again with `ikbo tune`" in message
     fine("verify", tmp_path / "m.pt2", bad)  # on the CPU nothing is used
     with pytest.raises(ValueError, match="bad.pt2: its configurations cannot be used: .*block_m 65"):
         ikbo.use_configurations(bad)
     assert config_now(302, 100, 2)[2] is False
+
+
+@needs_gpu
+def test_operators_run_while_configurations_change(tmp_path, stand_in):
+    m = 304
+    fine("tune", archive(tmp_path, model=lambda: Compressing(m)), "-o", tmp_path / "t.pt2", "--candidates", "100")
+    paths = [
+        stored_for_this_gpu(tmp_path / "t.pt2", tmp_path / f"{block_m}.pt2", block_m=block_m) for block_m in (64, 96, 160)
+    ]
+    tensors = [torch.randn(*shape).bfloat16() for shape in ((m, K_ITEM), (90, K_ITEM, WIDTH), (m, K_USER), (2, K_USER, WIDTH))]
+    index = torch.randint(2, (90,), dtype=torch.int32)
+    run = lambda _: torch.ops.ikbo.linear_compression(tensors[0], tensors[1], [tensors[2]], [tensors[3]], [index])  # noqa: E731
+    bits = run(0)
+    torch.cuda.synchronize()
+    with ThreadPoolExecutor(4) as pool:
+        results = pool.map(run, range(800))
+        for turn in range(60):
+            ikbo.use_configurations(paths[turn % 3])
+        assert all(torch.equal(result, bits) for result in results)
+
+
+@needs_gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_each_gpu_has_its_own_configurations(tmp_path, stand_in):
+    m = 305
+    fine("tune", archive(tmp_path, model=lambda: Compressing(m)), "-o", tmp_path / "t.pt2", "--candidates", "100")
+    path = stored_for_this_gpu(tmp_path / "t.pt2", tmp_path / "u.pt2", block_m=64, cluster=1)
+    assert ikbo.use_configurations(path, "cuda:1") == 2
+    now = [torch.ops.ikbo.linear_compression_config(
+        torch.device("cuda", i), torch.bfloat16, m, WIDTH, K_ITEM, [K_USER], 100, [2]) for i in (0, 1)]  # fmt: skip
+    assert [measured for _, _, measured in now] == [False, True]
 
 
 @needs_gpu
