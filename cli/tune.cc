@@ -3,6 +3,7 @@
 #include <fmt/ranges.h>
 
 #include <cmath>
+#include <filesystem>
 #include <iostream>
 
 #include "cli/commands.h"
@@ -57,6 +58,11 @@ int run(const TuneOptions& options) {
   graph::Archive archive = graph::read_archive(options.archive);
   graph::Specification specification = runtime::specification_of(archive);
   const TunePlan plan = plan_tuning(archive, specification, options.request);
+  // What would fail at the end had better fail before minutes of measuring.
+  const std::filesystem::path folder = std::filesystem::path(options.output).parent_path();
+  if (!folder.empty() && !std::filesystem::is_directory(folder)) {
+    fail("{}: the folder {} does not exist", options.output, folder.string());
+  }
   graph::MeasuredDevice measured;
   {
     Progress progress("measuring");
@@ -65,7 +71,11 @@ int run(const TuneOptions& options) {
     });
   }
   store(specification, measured);
-  archive.extra_files[graph::Specification::kFile] = graph::specification_to_json(specification).dump();
+  // The rest of the specification stays as it is written, with what a later version may have added.
+  std::string& file = archive.extra_files.at(graph::Specification::kFile);
+  Json json = Json::parse(file);
+  json["configurations"] = graph::measured_to_json(specification.configurations);
+  file = json.dump();
   graph::write_archive(archive, options.output);
   if (options.json) {
     print_json({{"output", options.output},
@@ -133,7 +143,16 @@ void add_tune(CLI::App& app, Action& action) {
       ->capture_default_str();
   tune->add_flag("--json", options->json, "Print JSON");
   tune->callback([options, tune, &action] {
-    if (tune->get_subcommands().empty()) action = [options] { return run(*options); };
+    if (tune->get_subcommands().empty()) {
+      action = [options] { return run(*options); };
+      return;
+    }
+    for (const CLI::Option* option : tune->get_options()) {
+      if (option->count() == 0) continue;
+      action = [name = option->get_name()]() -> int {
+        fail("{} belongs to `ikbo tune ARCHIVE`, not to a kernel: see ikbo tune lce --help", name);
+      };
+    }
   });
   add_tune_lce(*tune, action);
 }

@@ -198,11 +198,14 @@ def test_what_cannot_be_tuned_is_said(tmp_path, stand_in, monkeypatch):
     assert "it is in float32, and only bfloat16 and float16 have" in refused("tune", single, "-o", out)
     assert "name an archive to tune, or a kernel" in refused("tune")
     assert "name the file to write" in refused("tune", made)
+    assert "archive belongs to `ikbo tune ARCHIVE`" in refused("tune", made, "lce")
+    assert "--output belongs to `ikbo tune ARCHIVE`" in refused("tune", "-o", out, "lce")
     for wrong in (("--candidates", "0"), ("--candidates", "x"), ("--ratio", "0"), ("--users", "2", "--ratio", "3")):
         assert command("tune", made, "-o", out, *wrong).returncode == 2
     monkeypatch.setenv("IKBO_LCE_BENCH", str(tmp_path / "nothing"))
     message = refused("tune", made, "-o", out)
     assert "cannot be run" in message and "nothing" in message
+    assert "no such does not exist" in refused("tune", made, "-o", tmp_path / "no such" / "out.pt2")
     assert not out.exists()
 
 
@@ -250,8 +253,12 @@ def test_a_damaged_archive_is_refused_on_any_device(tmp_path, stand_in):
     bad = rewrite(tmp_path / "t.pt2", tmp_path / "bad.pt2", change_point(block_m="large"))
     for arguments in (("spec", bad), ("verify", tmp_path / "m.pt2", bad)):
         assert "configurations[0].linear_compression[0].points[0].block_m is string, expected an integer" in refused(*arguments)
+    # What a later version may add changes nothing, and stays when the archive is tuned again.
     extended = rewrite(tmp_path / "t.pt2", tmp_path / "extended.pt2", change_point(watts=700))
-    fine("spec", extended)
+    extended = rewrite(extended, tmp_path / "more.pt2", lambda specification: specification.update(added=[1]))
+    fine("tune", extended, "-o", extended)
+    with zipfile.ZipFile(extended) as file:
+        assert json.loads(file.read("more/extra/ikbo.json"))["added"] == [1]
     # A configuration that no kernel has concerns the device alone that it is for.
     fine("verify", tmp_path / "m.pt2", rewrite(tmp_path / "t.pt2", tmp_path / "other.pt2", change_point(block_m=65)))
 
