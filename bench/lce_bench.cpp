@@ -2,7 +2,8 @@
 //
 // usage: lce_bench [--cases main|sweep|tune] [--type bf16|fp16|both] [--stage NAME] [--rounds N] [--json FILE]
 //                  [--batch N] [--ratio N] [--m N] [--n N] [--k-user N] [--k-cand N]
-// `ikbo bench lce` and `ikbo tune lce` run it.
+//        lce_bench --points POINTS [--rounds N]      see lce_points.h
+// `ikbo bench lce`, `ikbo tune lce` and `ikbo tune ARCHIVE` run it.
 #include <algorithm>
 #include <cstdio>
 #include <fstream>
@@ -10,6 +11,7 @@
 #include <stdexcept>
 
 #include "bench/lce_contestants.h"
+#include "bench/lce_points.h"
 #include "bench/lce_steps.h"
 #include "bench/replay.h"
 
@@ -26,6 +28,7 @@ struct Options {
   std::string type = "both";
   std::string json;
   std::string stage;
+  std::string points;
   int rounds = 15;
   LceCase shape;  // a sweep varies its batch and its ratio
 };
@@ -207,8 +210,11 @@ void run(const Options& options) {
 
 Options parse(int count, char** arguments) {
   Options options;
-  const std::map<std::string, std::string*> texts = {
-      {"--cases", &options.cases}, {"--type", &options.type}, {"--json", &options.json}, {"--stage", &options.stage}};
+  const std::map<std::string, std::string*> texts = {{"--cases", &options.cases},
+                                                     {"--type", &options.type},
+                                                     {"--json", &options.json},
+                                                     {"--stage", &options.stage},
+                                                     {"--points", &options.points}};
   const std::map<std::string, int64_t*> sizes = {
       {"--batch", &options.shape.batch}, {"--ratio", &options.shape.ratio},   {"--m", &options.shape.m},
       {"--n", &options.shape.n},         {"--k-user", &options.shape.k_user}, {"--k-cand", &options.shape.k_candidate}};
@@ -242,7 +248,12 @@ Options parse(int count, char** arguments) {
 
 int main(int count, char** arguments) {
   try {
-    ikbo::bench::run(ikbo::bench::parse(count, arguments));
+    const auto options = ikbo::bench::parse(count, arguments);
+    if (options.points.empty()) {
+      ikbo::bench::run(options);
+    } else {
+      ikbo::bench::measure_points(ikbo::bench::parse_points(options.points), options.rounds);
+    }
     return 0;
   } catch (const std::invalid_argument& error) {
     std::fprintf(stderr, "lce_bench: %s\n", error.what());

@@ -2,6 +2,10 @@
 
 #include <CLI/CLI.hpp>
 #include <functional>
+#include <string>
+#include <vector>
+
+#include "graph/configurations.h"
 
 namespace ikbo::cli {
 
@@ -21,5 +25,9 @@ void add_score(CLI::App& app, Action& action);
 void add_bench(CLI::App& app, Action& action);
 void add_bench_lce(CLI::App& bench, Action& action);  // of `ikbo bench`
 void add_tune(CLI::App& app, Action& action);
+void add_tune_lce(CLI::App& tune, Action& action);  // of `ikbo tune`
+
+/// A table of stored configurations, a line for each measured point.
+std::string configurations_text(const std::vector<graph::MeasuredDevice>& devices);
 
 }  // namespace ikbo::cli

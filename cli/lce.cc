@@ -3,8 +3,6 @@
 #include <fmt/format.h>
 #include <unistd.h>
 
-#include <array>
-#include <cstdlib>
 #include <filesystem>
 #include <iostream>
 #include <memory>
@@ -12,6 +10,7 @@
 #include <vector>
 
 #include "cli/commands.h"
+#include "cli/lce_bench.h"
 #include "graph/error.h"
 
 namespace ikbo::cli {
@@ -26,23 +25,9 @@ struct LceCommand {
   std::string output;
 };
 
-// Where the program is: named by IKBO_LCE_BENCH, beside this one, or where the build puts it.
-std::filesystem::path find_program() {
-  if (const char* named = std::getenv("IKBO_LCE_BENCH")) return named;
-  const std::filesystem::path own = std::filesystem::read_symlink("/proc/self/exe").parent_path();
-  const std::array places = {own / "lce_bench", own.parent_path() / "kernels/bench/lce_bench"};
-  for (const auto& place : places) {
-    if (std::filesystem::exists(place)) return place;
-  }
-  fail(
-      "lce_bench is not built: configure with -DIKBO_CUDA=ON -DIKBO_KERNELS_CHECKS=ON, or name it in the environment "
-      "variable IKBO_LCE_BENCH (it was looked for at {} and {})",
-      places[0].string(), places[1].string());
-}
-
 // Does not return unless it fails: the program takes this one's place, with its output and its exit code.
 int run(const LceCommand& command) {
-  const std::filesystem::path program = find_program();
+  const std::filesystem::path program = find_lce_bench();
   std::vector<std::string> arguments = {program.string(), "--cases", command.cases, "--type", command.type};
   const auto add = [&](const char* name, const std::string& value) {
     if (!value.empty()) arguments.insert(arguments.end(), {name, value});
@@ -102,13 +87,10 @@ void add_bench_lce(CLI::App& bench, Action& action) {
   sub->callback([command, &action] { action = [command] { return run(*command); }; });
 }
 
-void add_tune(CLI::App& app, Action& action) {
+void add_tune_lce(CLI::App& tune, Action& action) {
   auto command = std::make_shared<LceCommand>();
   command->cases = "tune";
-  CLI::App* tune =
-      app.add_subcommand("tune", "Finds the best configuration of a kernel.\n\nExample:\n  ikbo tune lce --batch 512");
-  tune->require_subcommand(1);
-  CLI::App* sub = tune->add_subcommand(
+  CLI::App* sub = tune.add_subcommand(
       "lce",
       "Measures every legal configuration of the linear-compression kernel for a shape, and prints the best.\n\n"
       "Beside it stands the configuration that would be chosen without measuring, and what is lost by it.\n\n"

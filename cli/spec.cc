@@ -64,6 +64,11 @@ int run(const std::string& path, bool json) {
     heading = true;
     std::cout << fmt::format("  {}: {}\n", op.node, op.note);
   }
+  for (const graph::MeasuredDevice& device : spec.configurations) {
+    std::cout << fmt::format("\nConfigurations measured on {} with {} multiprocessors:\n\n", device.device,
+                             device.multiprocessors)
+              << configurations_text({device});
+  }
   return kFine;
 }
 
@@ -80,7 +85,8 @@ void add_spec(CLI::App& app, Action& action) {
                          "Prints the compilation specification of a transformed archive.\n\n"
                          "For every operator: what it is there for, and each size of its results as an expression over "
                          "B_user (users in a\n"
-                         "call) and B_cand (candidates in a call), with where the size comes from and its range.\n\n"
+                         "call) and B_cand (candidates in a call), with where the size comes from and its range;\n"
+                         "and the configurations of kernels that `ikbo tune` stored.\n\n"
                          "Example:\n  ikbo spec ranker.ikbo.pt2");
   command->add_option("archive", options->archive, "Transformed archive")->required();
   command->add_flag("--json", options->json, "Print JSON");

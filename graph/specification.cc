@@ -46,6 +46,14 @@ Range range_from_json(const Json& json) {
   return r;
 }
 
+std::vector<MeasuredDevice> read_configurations(const Json& json) {
+  try {
+    return measured_from_json(json);
+  } catch (const Error& e) {
+    fail("the specification in the archive is damaged: {}", e.what());
+  }
+}
+
 }  // namespace
 
 std::string role_name(Role role) {
@@ -87,6 +95,7 @@ Json specification_to_json(const Specification& s) {
     }
     json["operators"].push_back(std::move(entry));
   }
+  if (!s.configurations.empty()) json["configurations"] = measured_to_json(s.configurations);
   return json;
 }
 
@@ -132,6 +141,7 @@ Specification specification_from_json(const Json& json) {
       }
       s.operators.push_back(std::move(entry));
     }
+    if (json.contains("configurations")) s.configurations = read_configurations(json.at("configurations"));
     return s;
   } catch (const Json::exception& e) {
     fail("the specification in the archive is damaged: {}", e.what());

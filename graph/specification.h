@@ -6,6 +6,7 @@
 #include <utility>
 #include <vector>
 
+#include "graph/configurations.h"
 #include "graph/program.h"
 
 namespace ikbo::graph {
@@ -85,6 +86,8 @@ struct Specification {
   std::vector<PackedInput> packed;
   std::vector<JaggedInput> jagged;
   std::vector<OperatorEntry> operators;
+  /// Which configurations of kernels `ikbo tune` found the fastest, a device each; empty where nothing was measured.
+  std::vector<MeasuredDevice> configurations;
 };
 
 Json specification_to_json(const Specification& specification);

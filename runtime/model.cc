@@ -8,6 +8,7 @@
 #include <algorithm>
 
 #include "graph/error.h"
+#include "runtime/configurations.h"
 #include "runtime/device.h"
 
 namespace ikbo::runtime {
@@ -55,7 +56,9 @@ Model::Model(const graph::Archive& archive, const EngineOptions& options)
       ids_(find_id_ranges(archive)),
       outputs_(output_metas(archive.program)),
       device_(open_device(options.device)),
-      engine_(make_eager_engine(archive, options)) {}
+      engine_(make_eager_engine(archive, options)) {
+  use_configurations(specification_, device_);
+}
 
 void Model::check_ids(std::span<const Request> requests) const {
   for (const IdRange& range : ids_) {

@@ -24,7 +24,8 @@ struct Scores {
   std::vector<at::Tensor> outputs;
 };
 
-/// A transformed archive ready to score. Safe for concurrent calls.
+/// A transformed archive ready to score. Safe for concurrent calls. On a GPU, the configurations of kernels that the
+/// archive holds for that kind of device are used from here on.
 class Model {
  public:
   Model(const graph::Archive& archive, const EngineOptions& options);

@@ -17,6 +17,7 @@
 
 #include "graph/error.h"
 #include "graph/specification.h"
+#include "runtime/configurations.h"
 #include "runtime/device.h"
 #include "runtime/model.h"
 #include "runtime/random_inputs.h"
@@ -107,6 +108,7 @@ class Verifier {
     engine.threads = options.threads;
     original_ = make_eager_engine(original, engine);
     transformed_ = make_eager_engine(transformed, engine);
+    use_configurations(specification_, device_);
     engine.float64 = true;
     try {
       reference_ = make_eager_engine(original, engine);

@@ -21,7 +21,8 @@ steps=("$@")
 ((${#steps[@]})) || steps=(build test sanitize)
 readonly OPERATOR_TESTS=(tests/python/test_ops_values.py tests/python/test_ops_gradients.py
   tests/python/test_ops_compile.py tests/python/test_compression.py tests/python/test_attention.py
-  tests/python/test_self_attention.py tests/python/test_aligned_cat.py tests/python/test_cuda.py)
+  tests/python/test_self_attention.py tests/python/test_aligned_cat.py tests/python/test_cuda.py
+  tests/python/test_tune.py)
 
 use_packed() {
   [[ ! -d $pack ]] && return

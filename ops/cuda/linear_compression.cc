@@ -10,6 +10,7 @@
 #include "kernels/linear_compression.h"
 #include "ops/cuda/call.h"
 #include "ops/cuda/library_product.h"
+#include "ops/cuda/measured.h"
 #include "ops/linear.h"
 
 namespace ikbo::cuda {
@@ -64,7 +65,8 @@ void compress_on_hopper(const CompressionTensors& tensors, at::TensorList index,
   for (size_t t = 0; t < index.size(); ++t) {
     problem.broadcast.push_back(term_of(tensors.w_bcast[t], tensors.e_bcast[t], index[t].const_data_ptr<int32_t>()));
   }
-  const kernels::LinearCompressionConfig config = kernels::choose_linear_compression_config(problem);
+  const kernels::LinearCompressionConfig config =
+      choose_config(kernels::shape_of(problem), problem.type, out.device().index()).config;
   const auto bytes = static_cast<int64_t>(kernels::linear_compression_workspace_bytes(problem, config));
   const at::Tensor workspace = at::empty({bytes}, out.options().dtype(at::kByte));
   kernels::linear_compression(problem, config, workspace.mutable_data_ptr(), static_cast<size_t>(bytes),

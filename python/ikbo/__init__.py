@@ -12,6 +12,8 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Optional, Sequence
 
+from ikbo._configurations import use_configurations
+
 if TYPE_CHECKING:
     import torch
 
@@ -24,6 +26,7 @@ __all__ = [
     "self_and_target_attention",
     "target_attention",
     "target_attention_lse",
+    "use_configurations",
 ]
 __version__ = "0.1.0"
 

@@ -103,8 +103,9 @@ void fill_normal(void* to, ScalarType type, int64_t count, double deviation, uin
 
 void LceInputs::add_term(const LceSize& size, const LceTermSize& term, uint64_t seed, LinearCompressionTerm& to) {
   const int64_t w_stride = size.align_w ? (term.k + 7) / 8 * 8 : term.k;
+  const int64_t e_stride = size.align_e ? (size.n + 7) / 8 * 8 : size.n;
   const int64_t w_count = size.m * w_stride;
-  const int64_t e_count = term.rows * term.k * size.n;
+  const int64_t e_count = term.rows * term.k * e_stride;
   for (const int64_t count : {w_count, e_count}) {
     buffers_.push_back(std::make_unique<DeviceBuffer>((count + 2 * kMarginElements) * 2));
     check(cudaMemset(buffers_.back()->as(), 0xff, buffers_.back()->bytes()), "cudaMemset");  // NaN in both types
@@ -113,12 +114,12 @@ void LceInputs::add_term(const LceSize& size, const LceTermSize& term, uint64_t 
   auto* e = buffers_[buffers_.size() - 1]->as<uint16_t>() + kMarginElements;
   const double deviation = 1 / std::sqrt(static_cast<double>(std::max<int64_t>(term.k, 1)));
   fill_matrix(w, size.type, size.m, term.k, w_stride, deviation, seed * 2 + 1, nullptr);
-  fill_matrix(e, size.type, 1, e_count, e_count, 1, seed * 2 + 2, nullptr);
+  fill_matrix(e, size.type, term.rows * term.k, size.n, e_stride, 1, seed * 2 + 2, nullptr);
   to.w = w;
   to.w_row_stride = w_stride;
   to.e = e;
-  to.e_row_stride = size.n;
-  to.e_batch_stride = term.k * size.n;
+  to.e_row_stride = e_stride;
+  to.e_batch_stride = term.k * e_stride;
   to.rows = term.rows;
   to.k = term.k;
 }
@@ -178,7 +179,7 @@ void LceInputs::poison_out(cudaStream_t stream) {
 void LceInputs::fill_row_with_nan(int term, int64_t row) {
   const LinearCompressionTerm& of = term < 0 ? problem_.candidate : problem_.broadcast[term];
   auto* e = static_cast<uint16_t*>(const_cast<void*>(of.e)) + row * of.e_batch_stride;
-  check(cudaMemset(e, 0xff, of.k * problem_.n * sizeof(uint16_t)), "filling a row with NaN");
+  check(cudaMemset(e, 0xff, of.e_batch_stride * sizeof(uint16_t)), "filling a row with NaN");
 }
 
 std::vector<uint8_t> LceInputs::download_out() const {

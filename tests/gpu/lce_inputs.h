@@ -44,7 +44,8 @@ struct LceSize {
   std::vector<LceTermSize> broadcast;
   kernels::ScalarType type = kernels::ScalarType::kBFloat16;
   kernels::ScalarType out_type = kernels::ScalarType::kBFloat16;
-  bool align_w = true;  // the row stride of W a multiple of 8, as the transform writes it
+  bool align_w = true;   // the row stride of W a multiple of 8, as the transform writes it
+  bool align_e = false;  // the row stride of E too, as ikbo::aligned_cat makes it
 };
 
 enum class Mapping { kRandom, kSorted };

@@ -132,10 +132,13 @@ TEST(LinearCompression, OddShapesMatchFloat64) {
   for (LceSize size : sizes) {
     for (const ScalarType type : {kHalf, kBfloat}) {
       for (const bool align_w : {true, false}) {
-        size.type = size.out_type = type;
-        size.align_w = align_w;
-        LceInputs inputs(size, fresh_seed());
-        expect_correct(inputs, size, chosen(inputs), LinearCompressionStage::kFusedWs);
+        for (const bool align_e : {true, false}) {
+          size.type = size.out_type = type;
+          size.align_w = align_w;
+          size.align_e = align_e;
+          LceInputs inputs(size, fresh_seed());
+          expect_correct(inputs, size, chosen(inputs), LinearCompressionStage::kFusedWs);
+        }
       }
     }
   }
