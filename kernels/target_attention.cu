@@ -21,6 +21,17 @@ bool aligned_stride(int64_t stride, int64_t size) {
   return size <= 1 || (stride > 0 && stride % kAlignedElements == 0);
 }
 
+// Whether every row of queries begins at a multiple of 16 bytes.
+bool queries_are_aligned(const TargetAttentionProblem& p) {
+  const int64_t users = p.kv_offsets != nullptr ? 1 : p.users;
+  const bool self_is = p.self_q == nullptr || (aligned(p.self_q) && aligned_stride(p.self_q_user_stride, users) &&
+                                               aligned_stride(p.self_q_row_stride, p.length) &&
+                                               aligned_stride(p.self_q_head_stride, p.q_heads));
+  return self_is && (p.candidates * p.seeds == 0 ||
+                     (aligned(p.q) && aligned_stride(p.q_candidate_stride, p.candidates) &&
+                      aligned_stride(p.q_seed_stride, p.seeds) && aligned_stride(p.q_head_stride, p.q_heads)));
+}
+
 void check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) {
     throw std::runtime_error(std::string("target_attention: ") + what + ": " + cudaGetErrorString(error));
@@ -140,16 +151,8 @@ bool target_attention_supported(const TargetAttentionProblem& p) {
     return aligned(pointer) && aligned_stride(user, users) && aligned_stride(row, p.length) &&
            aligned_stride(head, p.kv_heads);
   };
-  // Queries are read 16 bytes at a time, the last of a row as well.
-  const bool self_queries_fit =
-      p.self_q == nullptr ||
-      (aligned(p.self_q) && aligned_stride(p.self_q_user_stride, users) &&
-       aligned_stride(p.self_q_row_stride, p.length) && aligned_stride(p.self_q_head_stride, p.q_heads));
-  const bool queries_fit =
-      self_queries_fit && (p.candidates * p.seeds == 0 ||
-                           (aligned(p.q) && aligned_stride(p.q_candidate_stride, p.candidates) &&
-                            aligned_stride(p.q_seed_stride, p.seeds) && aligned_stride(p.q_head_stride, p.q_heads)));
-  const bool suits_unit = sixteen_bit && p.scale >= 0 && queries_fit &&
+  const bool suits_unit = sixteen_bit && p.scale >= 0 &&
+                          (p.head_dim <= kMostDimOfShiftedQueries || queries_are_aligned(p)) &&
                           history_fits(p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride) &&
                           history_fits(p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride);
   const bool self_counts =
@@ -203,6 +206,7 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
   params.group = static_cast<int32_t>(group_of(problem));
   params.rows_by_vectors =
       problem.head_dim % kAlignedElements == 0 && aligned(problem.out) && aligned(problem.self_out);
+  params.shifts_queries = !queries_are_aligned(problem);
   params.takes_turns = takes_turns(problem);
   // A scale of 0 makes all weights equal; as the smallest number it still keeps -infinity what it is.
   params.scale_log2 = std::max(static_cast<float>(problem.scale * kLog2OfE), std::numeric_limits<float>::min());

@@ -223,6 +223,48 @@ class Consumer {
     if (thread_ % 32 == 0) hopper::mbarrier_arrive(barrier);
   }
 
+  // Moves rows to the multiples of 16 bytes at which the products look for them: two threads of a warp a row.
+  __device__ void shift_queries(int slot) {
+    using namespace hopper;
+    constexpr int kVectors = DIM / 16 < 8 ? DIM / 16 : 8;  // of a thread at a time
+    constexpr int kWords = 4 * kVectors;
+    const int row = thread_ / 2;
+    const int shift = memory_.q_shift[slot][row];
+    const auto vector = [&](int at) {
+      return reinterpret_cast<uint4*>(memory_.q[slot][at / kVector][row]) + (at % kVector ^ row % kVector);
+    };
+#pragma unroll
+    for (int pass = 0; pass < DIM / 8; pass += 2 * kVectors) {
+      const int first = pass + thread_ % 2 * kVectors;
+      uint32_t word[kWords + 4];
+      const auto keep = [&](int i, const uint4& read) {
+        word[4 * i] = read.x, word[4 * i + 1] = read.y, word[4 * i + 2] = read.z, word[4 * i + 3] = read.w;
+      };
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) keep(i, *vector(first + i));
+      uint4 behind{0, 0, 0, 0};
+      if (first + kVectors < DIM / 8) {
+        behind = *vector(first + kVectors);
+      } else if constexpr (DIM <= 128) {
+        behind = *reinterpret_cast<const uint4*>(memory_.q_more[slot][row]);
+      }
+      keep(kVectors, behind);
+      __syncwarp();
+#pragma unroll
+      for (int i = 0; i < kWords + 2; ++i) word[i] = (shift & 4) != 0 ? word[i + 2] : word[i];
+#pragma unroll
+      for (int i = 0; i < kWords + 1; ++i) word[i] = (shift & 2) != 0 ? word[i + 1] : word[i];
+#pragma unroll
+      for (int i = 0; i < kWords; ++i) word[i] = __funnelshift_r(word[i], word[i + 1], (shift & 1) * 16);
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        *vector(first + i) = uint4{word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
+      }
+    }
+    fence_proxy_async_shared();
+    named_barrier_sync(kOwn + number_, kWarpgroup);
+  }
+
   // The next tile, once its queries are there.
   __device__ Work take_work() {
     using namespace hopper;
@@ -325,6 +367,7 @@ class Consumer {
   __device__ __forceinline__ void begin(const Work& work, float (&s)[KEYS / 2], uint32_t (&weights)[KEYS / 16][4],
                                         RowState& rows) {
     using namespace hopper;
+    if (params_.shifts_queries) shift_queries(work.slot);
     mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
     wgmma_fence();
     start_scores(s, work.slot);
@@ -352,6 +395,7 @@ class Consumer {
   __device__ __forceinline__ void chain(int blocks, int tail, float (&s)[KEYS / 2], float (&o)[DIM / 2],
                                         uint32_t (&weights)[KEYS / 16][4], RowState& rows, const Work& work,
                                         const Work& next) {
+    if (params_.shifts_queries) shift_queries(next.slot);
     start_both(s, o, weights, next.slot, next.kv_length <= KEYS, blocks == 1, tail);
     mask_tail(s, next.kv_length);
     const RowState ended = rows;

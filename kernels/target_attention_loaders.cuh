@@ -68,17 +68,45 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
 }
 
 // ---- Two warps gather the query rows of a tile, wherever their candidates stand: each the 64 rows of a warpgroup.
+// Rows i * 32 to i * 32 + 31 of a half, of which every lane knows one. Where rows begin anywhere, the 16 bytes are
+// copied in which they lie, and whoever multiplies moves them.
+template <typename T, int DIM, int KEYS, bool SHIFTED>
+__device__ __forceinline__ void copy_queries(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory,
+                                             int slot, int i, const T* query) {
+  using namespace hopper;
+  constexpr int kChunksOfRow = DIM / kVector;
+  constexpr int kLanesOfRow = kChunksOfRow < 32 ? kChunksOfRow : 32;
+  constexpr int kRowsAtATime = 32 / kLanesOfRow;
+  constexpr uint64_t kBytes = kVector * sizeof(T);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int chunk = lane % kLanesOfRow;
+  const int row_bytes = static_cast<int>(params.problem.head_dim) * static_cast<int>(sizeof(T));
+  // Nothing is read of what `bytes` does not count; the address must be one all the same.
+  const auto copy = [&](const T* to, uint64_t row, int of_row) {
+    const int shift = SHIFTED ? static_cast<int>(row % kBytes) : 0;
+    const int bytes = min(max(shift + row_bytes - of_row * static_cast<int>(kBytes), 0), static_cast<int>(kBytes));
+    const bool reads = row != 0 && bytes > 0;
+    const auto from = reinterpret_cast<const T*>(row - shift) + of_row * kVector;
+    cp_async_16(shared_address(to), reads ? from : static_cast<const T*>(params.problem.k), reads ? bytes : 0);
+  };
+#pragma unroll 4
+  for (int j = 0; j < 32; j += kRowsAtATime) {
+    const int from = j + lane / kLanesOfRow;
+    const int row = i * 32 + from;
+    copy(&memory.q[slot][chunk / kVector][row][(chunk % kVector ^ row % kVector) * kVector],
+         __shfl_sync(0xffff'ffff, reinterpret_cast<uint64_t>(query), from), chunk);
+  }
+  if constexpr (SHIFTED) {
+    const int row = i * 32 + lane;
+    memory.q_shift[slot][row] = static_cast<uint8_t>(reinterpret_cast<uint64_t>(query) % kBytes / sizeof(T));
+    if constexpr (DIM <= 128) copy(memory.q_more[slot][row], reinterpret_cast<uint64_t>(query), kChunksOfRow);
+  }
+}
+
 template <typename T, int DIM, int KEYS>
 __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory, int number) {
   using namespace hopper;
-  constexpr int kChunk = 8;  // elements of 16 bytes
-  constexpr int kChunksOfRow = DIM / kChunk;
-  constexpr int kLanesOfRow = kChunksOfRow < 32 ? kChunksOfRow : 32;
-  constexpr int kRowsAtATime = 32 / kLanesOfRow;
-  const TargetAttentionProblem& p = params.problem;
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int chunk = lane % kLanesOfRow;
-  const int bytes = min(max(static_cast<int>(p.head_dim) - chunk * kChunk, 0), kChunk) * static_cast<int>(sizeof(T));
   RingPosition<kTileSlots> at;
   HalfPosition<AttentionMemory<T, DIM, KEYS>::kHalves> half(number);
   while (true) {
@@ -104,16 +132,10 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
     for (int i = 0; i < 2; ++i) {
       memory.out_row[half.slot][i * 32 + lane] = out_row[i];
       if (!reads_any) continue;
-#pragma unroll 4
-      for (int j = 0; j < 32; j += kRowsAtATime) {
-        const int from = j + lane / kLanesOfRow;
-        const auto pointer = __shfl_sync(0xffff'ffff, reinterpret_cast<uint64_t>(query[i]), from);
-        const int row = i * 32 + from;
-        const T* const source = reinterpret_cast<const T*>(pointer) + chunk * kChunk;
-        const bool reads = pointer != 0 && bytes > 0;
-        const uint32_t row_address = shared_address(memory.q[half.slot][chunk / 8][row]);
-        cp_async_16(row_address + ((chunk % 8) ^ (row & 7)) * 16, reads ? source : static_cast<const T*>(p.k),
-                    reads ? bytes : 0);
+      if (params.shifts_queries) {
+        copy_queries<T, DIM, KEYS, true>(params, memory, half.slot, i, query[i]);
+      } else {
+        copy_queries<T, DIM, KEYS, false>(params, memory, half.slot, i, query[i]);
       }
     }
     if (reads_any) {

@@ -15,6 +15,7 @@ constexpr int kTileSlots = 2;
 constexpr int kStages = 2;
 static_assert(kHalfRows * kConsumers == kTileRows);
 constexpr int kPanel = 64;  // elements of D in 128 bytes
+constexpr int kVector = 8;  // and in 16
 
 template <typename T, int DIM, int KEYS>
 struct alignas(1024) AttentionMemory {
@@ -24,6 +25,10 @@ struct alignas(1024) AttentionMemory {
   T q[kHalves][kPanels][kHalfRows][kPanel];
   T k[kStages][kPanels][KEYS][kPanel];
   T v[kStages][kPanels][KEYS][kPanel];
+  // Of queries that do not begin at multiples of 16 bytes: what of a row comes behind its place, and how many elements
+  // of the row before it come first. The longest row of 256 elements has no more place.
+  T q_more[kHalves][DIM > 128 ? 1 : kHalfRows][kVector];
+  uint8_t q_shift[kHalves][kHalfRows];
   uint32_t out_row[kHalves][kHalfRows];  // of the result without D, or kNoRow
   AttentionTile tile[kTileSlots];
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];

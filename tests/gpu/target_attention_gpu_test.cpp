@@ -20,6 +20,7 @@ constexpr double kNaN = std::numeric_limits<double>::quiet_NaN();
 struct Case {
   int candidates, users, seeds, length, q_heads, kv_heads, dim;
   bool packed;
+  bool signs = false;  // whether whole runs of keys have negative logits, of other candidates the other runs
 };
 
 template <typename T>
@@ -79,18 +80,33 @@ struct Inputs {
     k = random_values<T>(static_cast<size_t>(rows * row_size()), random);
     v = random_values<T>(static_cast<size_t>(rows * row_size()), random);
     q_self = random_values<T>(static_cast<size_t>(rows * c.q_heads * c.dim), random);
+    if (c.signs) give_signs();
     const std::vector<int> owner = owners();
-    const auto poison = [&](std::vector<T>& values, int64_t size) {
+    const auto poison = [&](std::vector<T>& values, int64_t size, int64_t head) {
       for (size_t at = 0; at < values.size(); ++at) {
-        if (owner[at / size] < 0) values[at] = narrow<T>(kNaN);
+        if (owner[at / size] < 0 || at % head >= static_cast<size_t>(c.dim)) values[at] = narrow<T>(kNaN);
       }
     };
-    poison(k, row_size());
-    poison(v, row_size());
-    poison(q_self, int64_t{c.q_heads} * c.dim);
+    poison(k, row_size(), head_size());
+    poison(v, row_size(), head_size());
+    poison(q_self, int64_t{c.q_heads} * c.dim, c.dim);
   }
 
-  int64_t row_size() const { return int64_t{c.kv_heads} * c.dim; }
+  // Heads of keys and values begin at multiples of 8 elements; queries are dense.
+  int64_t head_size() const { return (c.dim + 7) / 8 * 8; }
+  int64_t row_size() const { return int64_t{c.kv_heads} * head_size(); }
+
+  void give_signs() {
+    constexpr int64_t kRun = 100;  // rows: no multiple of a block
+    const auto with_sign = [](T value, bool negative) {
+      const double size = std::abs(static_cast<double>(static_cast<float>(value)));
+      return narrow<T>(negative ? -size : size);
+    };
+    const int64_t of_candidate = int64_t{c.seeds} * c.q_heads * c.dim;
+    for (size_t at = 0; at < q.size(); ++at) q[at] = with_sign(q[at], at / of_candidate % 2 != 0);
+    for (size_t at = 0; at < k.size(); ++at) k[at] = with_sign(k[at], at / row_size() / kRun % 2 != 0);
+  }
+
   int64_t first_row(int u) const { return c.packed ? offsets[u] : int64_t{u} * c.length; }
 
   // The user of each row of the histories, or -1.
@@ -113,7 +129,7 @@ struct Inputs {
     std::vector<double> weights(static_cast<size_t>(known ? lengths[user] : 0));
     double highest = -std::numeric_limits<double>::infinity();
     const auto history = [&](const std::vector<T>& all, size_t i, int d) {
-      return static_cast<double>(static_cast<float>(all[(first_row(user) + i) * row_size() + head * c.dim + d]));
+      return static_cast<double>(static_cast<float>(all[(first_row(user) + i) * row_size() + head * head_size() + d]));
     };
     for (size_t i = 0; i < weights.size(); ++i) {
       for (int d = 0; d < c.dim; ++d) weights[i] += static_cast<float>(query[d]) * history(k, i, d) / std::sqrt(c.dim);
@@ -143,7 +159,13 @@ void expect_near(double found, double expected, double tolerance) {
 template <typename T>
 void check(const Case& c, ScalarType type, double tolerance) {
   const Inputs<T> inputs(c);
-  const DeviceArray<T> q(inputs.q), k(inputs.k), v(inputs.v), q_self(inputs.q_self);
+  // Dense rows of a D that is no multiple of 8 begin anywhere, the first as well.
+  const int front = c.dim % 8 != 0 ? 3 : 0;
+  const auto behind_front = [&](std::vector<T> values) {
+    values.insert(values.begin(), static_cast<size_t>(front), narrow<T>(kNaN));
+    return values;
+  };
+  const DeviceArray<T> q(behind_front(inputs.q)), k(inputs.k), v(inputs.v), q_self(behind_front(inputs.q_self));
   const DeviceArray<int32_t> index(inputs.index), lengths(inputs.lengths), offsets(inputs.offsets);
   const size_t sums = inputs.q.size() / c.dim;
   const size_t self_sums = inputs.q_self.size() / c.dim;
@@ -157,7 +179,7 @@ void check(const Case& c, ScalarType type, double tolerance) {
   p.users = c.users;
   p.length = c.packed ? inputs.rows : c.length;
   p.scale = 1 / std::sqrt(c.dim);
-  p.q = q.get();
+  p.q = q.get() + front;
   p.q_head_stride = p.self_q_head_stride = c.dim;
   p.q_seed_stride = p.self_q_row_stride = int64_t{c.q_heads} * c.dim;
   p.q_candidate_stride = c.seeds * p.q_seed_stride;
@@ -166,7 +188,7 @@ void check(const Case& c, ScalarType type, double tolerance) {
   p.v = v.get();
   p.k_user_stride = p.v_user_stride = c.packed ? 0 : c.length * inputs.row_size();
   p.k_row_stride = p.v_row_stride = inputs.row_size();
-  p.k_head_stride = p.v_head_stride = c.dim;
+  p.k_head_stride = p.v_head_stride = inputs.head_size();
   p.candidate_to_user = index.get();
   p.kv_lengths = c.packed ? nullptr : lengths.get();
   p.kv_offsets = c.packed ? offsets.get() : nullptr;
@@ -179,7 +201,7 @@ void check(const Case& c, ScalarType type, double tolerance) {
     p.out = out.get();
     p.logsumexp = lse.get();
     if (with_self) {
-      p.self_q = q_self.get();
+      p.self_q = q_self.get() + front;
       p.self_out = self_out.get();
       p.self_logsumexp = self_lse.get();
     }
@@ -232,7 +254,11 @@ INSTANTIATE_TEST_SUITE_P(Shapes, TargetAttentionSmall,
                                            Case{3, 40, 5, 65, 2, 2, 40, true},     // more users than candidates
                                            Case{70, 2, 3, 128, 2, 1, 96, false},   // whole blocks
                                            Case{6, 2, 100, 257, 1, 1, 200, true},  // candidates across tiles
-                                           Case{7, 3, 20, 150, 2, 1, 32, true}));  // two tiles of fp32's in one
+                                           Case{7, 3, 20, 150, 2, 1, 32, true},    // two tiles of fp32's in one
+                                           Case{9, 3, 30, 300, 4, 2, 127, false},  // queries that begin anywhere
+                                           Case{9, 3, 7, 70, 2, 2, 61, true}, Case{5, 2, 64, 129, 1, 1, 249, false},
+                                           Case{9, 3, 7, 300, 2, 2, 128, false, true},  // blocks below zero
+                                           Case{9, 3, 7, 90, 2, 1, 64, true, true}));   // histories below zero
 
 TEST(TargetAttention, OneCtaSetsUpSomeCandidatesOfAnyNumberOfUsers) {
   check<__nv_bfloat16>({16'000, 1, 1, 20, 2, 2, 8, false}, ScalarType::kBFloat16, 0x1p-7);
@@ -256,6 +282,11 @@ TEST(TargetAttention, FullTilesMayHaveRowsInOneHalfAlone) {
   check<__nv_bfloat16>({290, 140, 50, 130, 1, 1, 256, true}, ScalarType::kBFloat16, 0x1p-7);
 }
 
+TEST(TargetAttention, ManyQueriesMayBeginAnywhere) {
+  check<__nv_bfloat16>({400, 90, 20, 300, 2, 2, 122, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__half>({300, 60, 33, 200, 1, 1, 63, true}, ScalarType::kFloat16, 0x1p-10);
+}
+
 TEST(TargetAttention, SmallHistoriesWithoutCandidatesAttendToThemselves) {
   check<__nv_bfloat16>({0, 3, 4, 200, 2, 2, 64, true}, ScalarType::kBFloat16, 0x1p-7);
   check<__nv_bfloat16>({5, 4, 0, 300, 4, 2, 128, false}, ScalarType::kBFloat16, 0x1p-7);
@@ -271,8 +302,11 @@ TEST(TargetAttention, WhatTheCopyEngineCannotAddressIsNotSupported) {
   p.q_candidate_stride = 48, p.q_seed_stride = 24, p.q_head_stride = 12;
   p.k_user_stride = p.v_user_stride = 96, p.k_row_stride = p.v_row_stride = 24, p.k_head_stride = p.v_head_stride = 12;
   EXPECT_FALSE(target_attention_supported(p));
-  p.q_head_stride = p.k_head_stride = p.v_head_stride = 16;
+  p.k_head_stride = p.v_head_stride = 16;
   EXPECT_TRUE(target_attention_supported(p));
+  p.head_dim = kMostDimOfShiftedQueries + 1;
+  EXPECT_FALSE(target_attention_supported(p));
+  p.head_dim = 12;
   p.scale = -1;
   EXPECT_FALSE(target_attention_supported(p));
   EXPECT_THROW(target_attention(p, nullptr, 0, nullptr), std::invalid_argument);
