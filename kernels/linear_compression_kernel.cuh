@@ -142,6 +142,7 @@ __global__ void __launch_bounds__(P::kThreads, 1)
 
   uint32_t first_ticket = 0;
   if (warp == kSchedulerWarp && rank == 0 && lane == 0) {
+    hopper::grid_dependency_wait();
     first_ticket = draw_ticket(params.tickets);
   }
   if (warp == kSetUpWarp && lane == 0) {
@@ -167,6 +168,9 @@ __global__ void __launch_bounds__(P::kThreads, 1)
     hopper::prefetch_tensor_map(&params.e[lane]);
   }
   __syncwarp();
+  // What is above may run while the launch before this one, which may share the workspace, ends.
+  hopper::grid_dependency_wait();
+  hopper::grid_dependency_launch();
   if constexpr (P::kCluster == 1) {
     __syncthreads();
   } else {
@@ -203,16 +207,18 @@ cudaError_t launch(const LinearCompressionParams& params, int ctas, cudaStream_t
       error != cudaSuccess) {
     return error;
   }
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {P::kCluster, 1, 1};
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {P::kCluster, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(ctas);
   config.blockDim = dim3(P::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 
