@@ -121,7 +121,8 @@ std::vector<LceCase> cases_of(const Options& options) {
 }
 
 std::string config_name(const kernels::LinearCompressionConfig& config) {
-  return "block_m " + std::to_string(config.block_m) + ", cluster " + std::to_string(config.cluster);
+  return "block_m " + std::to_string(config.block_m) + ", cluster " + std::to_string(config.cluster) +
+         (config.broadcast_blocks == 1 ? ", small broadcast tiles" : "");
 }
 
 // All configurations of a shape, the fastest first.

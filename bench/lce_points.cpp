@@ -7,6 +7,7 @@
 #include <stdexcept>
 
 #include "bench/replay.h"
+#include "kernels/measured_configs.h"
 
 namespace ikbo::bench {
 namespace {
@@ -104,7 +105,7 @@ class PointContest {
 
 void measure_point(const LceSize& size, int multiprocessors, int rounds, cudaStream_t stream) {
   PointContest contest(size);
-  const auto configs = kernels::legal_linear_compression_configs(contest.shape(), multiprocessors);
+  const auto configs = kernels::measurable_linear_compression_configs(contest.shape(), multiprocessors);
   for (const LinearCompressionConfig& config : configs) {
     contest.add(config);
   }

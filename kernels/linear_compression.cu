@@ -16,7 +16,7 @@ namespace {
 
 constexpr const char* kName = "linear_compression";
 constexpr int kBlockK = 64;
-constexpr int64_t kBlocksOfTile = 2;  // of 64 columns, a CTA
+constexpr int kBlocksOfTile = 2;  // of 64 columns, a CTA
 constexpr int kBoxRowsOfE = 64;
 constexpr int64_t kAlignedElements = 8;  // 16 bytes, what the copy engine wants of addresses and strides
 constexpr size_t kSectionAlignment = 256;
@@ -104,6 +104,7 @@ void check_config(const LinearCompressionConfig& config) {
   require(std::find(sizes.begin(), sizes.end(), config.block_m) != sizes.end(),
           "no kernel for block_m " + std::to_string(config.block_m));
   require(config.cluster == 1 || config.cluster == 2, "cluster must be 1 or 2");
+  require(config.broadcast_blocks == 1 || config.broadcast_blocks == 2, "broadcast_blocks must be 1 or 2");
   require(config.ctas >= config.cluster && config.ctas % config.cluster == 0,
           "ctas must be a positive multiple of cluster");
 }
@@ -240,7 +241,8 @@ void linear_compression(const LinearCompressionProblem& problem, const LinearCom
     // Candidates come in pairs.
     const bool is_candidate = i + 1 == terms.size();
     const int64_t blocks = (is_candidate ? round_up(term.rows, 2) : term.rows) * params.column_blocks;
-    tiles += ceil_divide(blocks, kBlocksOfTile * config.cluster) * params.m_tiles;
+    out.tile_blocks = is_candidate ? kBlocksOfTile : config.broadcast_blocks;
+    tiles += ceil_divide(blocks, int64_t{out.tile_blocks} * config.cluster) * params.m_tiles;
     require(tiles < std::numeric_limits<int32_t>::max() - 2 * int64_t{config.ctas}, "2^31 or more tiles of work");
     out.tile_end = static_cast<int32_t>(tiles);
     out.steps = static_cast<int32_t>(ceil_divide(term.k, kBlockK));

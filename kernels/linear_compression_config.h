@@ -17,9 +17,10 @@ struct LinearCompressionShape {
 
 // A CTA computes block_m rows of W times 64 columns of each of two (row, column block) pairs of E at a time.
 struct LinearCompressionConfig {
-  int block_m = 0;  // rows of W, the N of the matrix instruction
-  int cluster = 1;  // CTAs that share each tile of W through multicast
-  int ctas = 0;     // CTAs launched, a multiple of cluster
+  int block_m = 0;           // rows of W, the N of the matrix instruction
+  int cluster = 1;           // CTAs that share each tile of W through multicast
+  int ctas = 0;              // CTAs launched, a multiple of cluster
+  int broadcast_blocks = 2;  // pairs that a tile of a broadcast term has: 2, or 1 for shorter steps along its K
 
   bool operator==(const LinearCompressionConfig&) const = default;
 };
@@ -29,7 +30,8 @@ constexpr int kBlockColumns = 64;
 // The instantiated tile heights.
 const std::vector<int>& linear_compression_block_sizes();
 
-// Every configuration that can run the shape, one for each tile height and form of cluster.
+// Every configuration that can run the shape, one for each tile height and form of cluster, and a second one with small
+// broadcast tiles where every cluster still has no more than one tile to compute.
 std::vector<LinearCompressionConfig> legal_linear_compression_configs(const LinearCompressionShape& shape,
                                                                       int multiprocessors);
 

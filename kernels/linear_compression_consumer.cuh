@@ -409,9 +409,6 @@ __device__ void consume(const LinearCompressionParams& params, SharedMemory<P>& 
     finish_tile<P>(params, shared, acc[0], acc[1], work.m, warpgroup, thread);
     hopper::mbarrier_arrive(&shared.work_done[warpgroup]);
   }
-  if (lane == 0) {
-    hopper::mbarrier_arrive_remote_release(&shared.flags_settled, 0);
-  }
   if (thread < 32) {
     hopper::bulk_wait_group_read<0>();  // shared memory must outlive the stores that read it
   }

@@ -55,6 +55,16 @@ __device__ void plan_work(const LinearCompressionParams& params, SharedMemory<P>
   turn.parity = 1;        // nobody has work at first
   uint32_t position = 0;  // steps so far
   int ended = 0;
+  int unfinished_broadcasts = 0;  // tiles until no broadcast tile can be unfinished any more
+  bool settled = false;
+  // Nothing of this CTA sets or awaits flags any more. Said as early as it is known, so that clearing the flags mostly
+  // costs no time of its own.
+  const auto settle = [&] {
+    if (lane == 0) {
+      hopper::mbarrier_arrive_remote_release(&shared.flags_settled, 0);
+    }
+    settled = true;
+  };
   TileReader<P> tiles;
   int index = 0;
   for (;; turn.advance()) {
@@ -64,13 +74,16 @@ __device__ void plan_work(const LinearCompressionParams& params, SharedMemory<P>
       }
       index = tiles.next(shared);
       tiles.done(shared, lane);
+      if (index == kNoTile && unfinished_broadcasts == 0) {
+        settle();
+      }
     }
     hopper::mbarrier_wait(&shared.work_done[turn.stage], turn.parity);
     const Tile tile = decode_tile<P>(params, index == kNoTile ? params.tile_begin : index, rank);
     const LinearCompressionTermParams& term = params.terms[tile.term];
     const bool is_candidate = tile.term == params.broadcast_terms;
     const BlockPlace place = locate_block(params, is_candidate, tile.first_block + i);
-    const bool exists = place.row < term.rows;
+    const bool exists = i < tile.blocks && place.row < term.rows;
     const auto unit_of = [&](const LinearCompressionTermParams& of, int row) {
       return of.unit_begin + (static_cast<int64_t>(row) * params.column_blocks + place.column_block) * params.m_tiles +
              tile.m_tile;
@@ -80,6 +93,7 @@ __device__ void plan_work(const LinearCompressionParams& params, SharedMemory<P>
                                  position / P::kStages % 2, tile.m_tile * P::kBlockM};
     }
     position += term.steps;
+    unfinished_broadcasts = !is_candidate ? P::kWarpgroups : max(unfinished_broadcasts - 1, 0);
     BlockWork& work = shared.block[turn.stage][plans ? i : 0];
     if (plans && broadcast == 0) {
       work.kind = !exists ? WorkKind::kNothing : is_candidate ? WorkKind::kCandidate : WorkKind::kPartialSums;
@@ -110,8 +124,8 @@ __device__ void plan_work(const LinearCompressionParams& params, SharedMemory<P>
     }
     hopper::mbarrier_arrive(&shared.sources_ready[turn.stage]);
   }
-  if (lane == 0) {
-    hopper::mbarrier_arrive_remote_release(&shared.flags_settled, 0);
+  if (!settled) {
+    settle();
   }
 }
 
@@ -128,6 +142,7 @@ __global__ void __launch_bounds__(P::kThreads, 1)
 
   uint32_t first_ticket = 0;
   if (warp == kSchedulerWarp && rank == 0 && lane == 0) {
+    hopper::grid_dependency_wait();
     first_ticket = draw_ticket(params.tickets);
   }
   if (warp == kSetUpWarp && lane == 0) {
@@ -145,7 +160,7 @@ __global__ void __launch_bounds__(P::kThreads, 1)
       hopper::mbarrier_init(&shared.sources_ready[warpgroup], 32);
       hopper::mbarrier_init(&shared.work_done[warpgroup], kWarpgroupThreads);
     }
-    hopper::mbarrier_init(&shared.flags_settled, P::kCluster * (P::kWarpgroups * P::kWarpgroupWarps + 1));
+    hopper::mbarrier_init(&shared.flags_settled, P::kCluster);
     hopper::fence_mbarrier_init();
   }
   if (warp == kLoadWarp && lane <= params.broadcast_terms && params.terms[lane].has_maps) {
@@ -153,6 +168,9 @@ __global__ void __launch_bounds__(P::kThreads, 1)
     hopper::prefetch_tensor_map(&params.e[lane]);
   }
   __syncwarp();
+  // What is above may run while the launch before this one, which may share the workspace, ends.
+  hopper::grid_dependency_wait();
+  hopper::grid_dependency_launch();
   if constexpr (P::kCluster == 1) {
     __syncthreads();
   } else {
@@ -189,16 +207,18 @@ cudaError_t launch(const LinearCompressionParams& params, int ctas, cudaStream_t
       error != cudaSuccess) {
     return error;
   }
-  cudaLaunchAttribute cluster{};
-  cluster.id = cudaLaunchAttributeClusterDimension;
-  cluster.val.clusterDim = {P::kCluster, 1, 1};
+  cudaLaunchAttribute attributes[2]{};
+  attributes[0].id = cudaLaunchAttributeClusterDimension;
+  attributes[0].val.clusterDim = {P::kCluster, 1, 1};
+  attributes[1].id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attributes[1].val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
   config.gridDim = dim3(ctas);
   config.blockDim = dim3(P::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
-  config.attrs = &cluster;
-  config.numAttrs = 1;
+  config.attrs = attributes;
+  config.numAttrs = 2;
   return cudaLaunchKernelEx(&config, kernel, params);
 }
 

@@ -49,7 +49,7 @@ __device__ void load_tiles(const LinearCompressionParams& params, SharedMemory<P
       hopper::mbarrier_wait(&shared.consumed[ring.stage], ring.parity);
       if (lane == 0) {
         uint64_t* loaded = &shared.loaded[ring.stage];
-        hopper::mbarrier_arrive_expect_bytes(loaded, P::kLoadedBytes);
+        hopper::mbarrier_arrive_expect_bytes(loaded, P::kLoadedWBytes + tile.blocks * (P::kEBytes / P::kBlocks));
         const int k = step * kBlockK;
         auto* w = shared.w[ring.stage] + share * kBlockK;
         if constexpr (P::kCluster == 1) {
@@ -59,7 +59,10 @@ __device__ void load_tiles(const LinearCompressionParams& params, SharedMemory<P
         }
 #pragma unroll
         for (int i = 0; i < P::kBlocks; ++i) {
-          hopper::tensor_load_3d(shared.e[ring.stage][i], e_map, loaded, column[i], k, row[i]);
+          // What the stage held before is multiplied in place of a block that the tile does not have, and dropped.
+          if (i < tile.blocks) {
+            hopper::tensor_load_3d(shared.e[ring.stage][i], e_map, loaded, column[i], k, row[i]);
+          }
         }
       }
       __syncwarp();

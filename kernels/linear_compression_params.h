@@ -21,6 +21,7 @@ struct LinearCompressionTermParams {
   int64_t unit_begin;    // broadcast terms: where this term's units begin
   const int32_t* index;  // broadcast terms
   bool has_maps;         // there is something to load
+  int32_t tile_blocks;   // of 64 columns, a tile of a CTA
 };
 
 // Terms are in the order of their tiles: the broadcast terms, then the candidates.

@@ -37,7 +37,7 @@ struct Plan {
   static constexpr int kOutBytes = kWarpgroups * BLOCK_M * kBlockColumns * sizeof(T);
   static constexpr int kWBytes = BLOCK_M * kBlockK * sizeof(T);
   static constexpr int kEBytes = kBlocks * kBlockColumns * kBlockK * sizeof(T);
-  static constexpr int kLoadedBytes = kShareOfM * CLUSTER * kBlockK * static_cast<int>(sizeof(T)) + kEBytes;
+  static constexpr int kLoadedWBytes = kShareOfM * CLUSTER * kBlockK * static_cast<int>(sizeof(T));
   static constexpr int kRoomForStages = (kSharedBytes - kOutBytes - 512) / (kWBytes + kEBytes);
   static constexpr int kStages = kRoomForStages < 8 ? kRoomForStages : 8;
   static_assert(kStages >= 3, "fewer stages cannot hide the latency of a load");
@@ -98,6 +98,7 @@ struct Tile {
   int term;
   int m_tile;
   int first_block;  // of this CTA; may lie past the last
+  int blocks;
 };
 
 template <typename P>
@@ -110,7 +111,8 @@ __device__ inline Tile decode_tile(const LinearCompressionParams& params, int ti
   }
   const int local = tile - begin;
   const int group = local / params.m_tiles;
-  return {term, local - group * params.m_tiles, (group * P::kCluster + static_cast<int>(rank)) * P::kBlocks};
+  const int blocks = params.terms[term].tile_blocks;
+  return {term, local - group * params.m_tiles, (group * P::kCluster + static_cast<int>(rank)) * blocks, blocks};
 }
 
 // Which row of E and which 64 of its columns a block is. The candidate term's blocks alternate between two consecutive

@@ -40,7 +40,7 @@ std::string built_sizes() {
 
 std::optional<LinearCompressionConfig> legal_config(const LinearCompressionShape& shape, const MeasuredPoint& point,
                                                     int multiprocessors) {
-  for (const LinearCompressionConfig& config : legal_linear_compression_configs(shape, multiprocessors)) {
+  for (const LinearCompressionConfig& config : measurable_linear_compression_configs(shape, multiprocessors)) {
     if (config.block_m == point.block_m && config.cluster == point.cluster) {
       return config;
     }
@@ -59,6 +59,22 @@ double distance(int64_t a, int64_t b) {
 }
 
 }  // namespace
+
+std::vector<LinearCompressionConfig> measurable_linear_compression_configs(const LinearCompressionShape& shape,
+                                                                           int multiprocessors) {
+  std::vector<LinearCompressionConfig> configs;
+  for (const LinearCompressionConfig& config : legal_linear_compression_configs(shape, multiprocessors)) {
+    const auto same = std::find_if(configs.begin(), configs.end(), [&](const LinearCompressionConfig& other) {
+      return other.block_m == config.block_m && other.cluster == config.cluster;
+    });
+    if (same == configs.end()) {
+      configs.push_back(config);
+    } else if (modelled_cycles(shape, config) < modelled_cycles(shape, *same)) {
+      *same = config;
+    }
+  }
+  return configs;
+}
 
 void MeasuredConfigs::add(const MeasuredShape& shape, const std::vector<MeasuredPoint>& points) {
   check_shape(shape);

@@ -35,6 +35,11 @@ struct MeasuredPoint {
 // A point says nothing of batches that are more than this factor smaller or larger: there the model chooses.
 constexpr double kFarthestBatch = 4;
 
+// The legal configurations that are measured: one for each tile height and form of cluster. Of two that differ in their
+// broadcast tiles alone, that is the one of the lower modelled time.
+std::vector<LinearCompressionConfig> measurable_linear_compression_configs(const LinearCompressionShape& shape,
+                                                                           int multiprocessors);
+
 // What was measured on one device. All configurations give the same bits, so any choice is right; it is about time.
 class MeasuredConfigs {
  public:

@@ -29,7 +29,7 @@ std::string name_of(const LceSize& size, const LinearCompressionConfig& config) 
   }
   return text + (size.type == kHalf ? " fp16" : " bf16") + (size.out_type == kFloat ? " to fp32" : "") + ", block " +
          std::to_string(config.block_m) + " cluster " + std::to_string(config.cluster) + " ctas " +
-         std::to_string(config.ctas);
+         std::to_string(config.ctas) + " broadcast blocks " + std::to_string(config.broadcast_blocks);
 }
 
 // Workspace full of 0xff, so that nothing can rely on zeros.
@@ -232,8 +232,12 @@ TEST(LinearCompression, AGraphReplayFollowsTheMapping) {
   cudaGraphExec_t executable = nullptr;
   check(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal), "capture");
   for (int i = 0; i < 3; ++i) {
-    linear_compression(inputs.problem(), config, workspace.as(), workspace.bytes(), LinearCompressionStage::kFusedWs,
-                       stream);
+    // Behind something that is no kernel, and behind another launch: it must wait for both.
+    check(cudaMemsetAsync(workspace.as(), 0xff, workspace.bytes(), stream), "cudaMemsetAsync");
+    for (int j = 0; j < 2; ++j) {
+      linear_compression(inputs.problem(), config, workspace.as(), workspace.bytes(), LinearCompressionStage::kFusedWs,
+                         stream);
+    }
   }
   check(cudaStreamEndCapture(stream, &graph), "capture");
   check(cudaGraphInstantiate(&executable, graph, 0), "cudaGraphInstantiate");
@@ -313,6 +317,8 @@ TEST(LinearCompressionSmall, RejectsBadArgumentsByName) {
   problem.broadcast[0].index = nullptr;
   EXPECT_NE(message(problem, config, workspace.bytes()).find("broadcast[0].index"), std::string::npos);
   EXPECT_NE(message(inputs.problem(), {65, 1, 1}, workspace.bytes()).find("block_m 65"), std::string::npos);
+  EXPECT_NE(message(inputs.problem(), {64, 1, 1, 3}, workspace.bytes()).find("broadcast_blocks must be 1 or 2"),
+            std::string::npos);
   EXPECT_NE(message(inputs.problem(), config, 256).find("workspace has 256 bytes"), std::string::npos);
 }
 

@@ -3,8 +3,11 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <set>
 #include <stdexcept>
 #include <string>
+#include <utility>
 
 namespace ikbo::kernels {
 namespace {
@@ -77,6 +80,19 @@ TEST(MeasuredConfigs, TheConfigurationIsSizedForTheBatchThatItServes) {
       legal = legal || one == *config;
     }
     EXPECT_TRUE(legal) << batch;
+  }
+}
+
+TEST(MeasuredConfigs, OneIsMeasuredForEachHeightAndClusterAndTheModelsChoiceIsAmongThem) {
+  for (const int64_t batch : {4, 64, 1024}) {
+    const LinearCompressionShape shape = at(batch, 1);
+    const auto configs = measurable_linear_compression_configs(shape, kMultiprocessors);
+    EXPECT_EQ(configs.size(), 2 * linear_compression_block_sizes().size());
+    std::set<std::pair<int, int>> forms;
+    for (const auto& config : configs) forms.insert({config.block_m, config.cluster});
+    EXPECT_EQ(forms.size(), configs.size());
+    const auto chosen = choose_linear_compression_config(shape, kMultiprocessors);
+    EXPECT_NE(std::find(configs.begin(), configs.end(), chosen), configs.end());
   }
 }
 
