@@ -100,7 +100,7 @@ bool takes_turns(const TargetAttentionProblem& p) {
   return p.head_dim <= 64 || (p.head_dim <= 128 && p.length <= kShort * histories);
 }
 
-template <typename T, int DIM, int KEYS>
+template <typename T, int DIM, int KEYS, bool SHIFTED>
 void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   const TargetAttentionProblem& p = params.problem;
   if (p.length > 0 && p.users > 0) {
@@ -108,7 +108,7 @@ void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
     params.v = history_map(p, p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride, KEYS);
   }
   set_up_attention(params, multiprocessors, stream);
-  const auto kernel = attention_kernel<T, DIM, KEYS>;
+  const auto kernel = attention_kernel<T, DIM, KEYS, SHIFTED>;
   constexpr size_t kBytes = sizeof(AttentionMemory<T, DIM, KEYS>) + 1024;  // and what aligns it
   static_assert(kBytes <= 227 * 1024, "the memory of a CTA fits a multiprocessor");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes)),
@@ -128,15 +128,24 @@ void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   check(cudaLaunchKernelEx(&config, kernel, params), "cannot launch");
 }
 
-template <typename T>
+template <typename T, bool SHIFTED>
 void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   const int64_t dim = params.problem.head_dim;
   if (dim <= 64) {
-    launch<T, 64, 128>(params, multiprocessors, stream);
+    launch<T, 64, 128, SHIFTED>(params, multiprocessors, stream);
   } else if (dim <= 128) {
-    launch<T, 128, 128>(params, multiprocessors, stream);
+    launch<T, 128, 128, SHIFTED>(params, multiprocessors, stream);
   } else {
-    launch<T, 256, 64>(params, multiprocessors, stream);
+    launch<T, 256, 64, SHIFTED>(params, multiprocessors, stream);
+  }
+}
+
+template <typename T>
+void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
+  if (queries_are_aligned(params.problem)) {
+    launch<T, false>(params, multiprocessors, stream);
+  } else {
+    launch<T, true>(params, multiprocessors, stream);
   }
 }
 
@@ -206,7 +215,6 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
   params.group = static_cast<int32_t>(group_of(problem));
   params.rows_by_vectors =
       problem.head_dim % kAlignedElements == 0 && aligned(problem.out) && aligned(problem.self_out);
-  params.shifts_queries = !queries_are_aligned(problem);
   params.takes_turns = takes_turns(problem);
   // A scale of 0 makes all weights equal; as the smallest number it still keeps -infinity what it is.
   params.scale_log2 = std::max(static_cast<float>(problem.scale * kLog2OfE), std::numeric_limits<float>::min());

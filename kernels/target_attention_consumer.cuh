@@ -122,7 +122,7 @@ __device__ __forceinline__ void narrow_weights(const float (&s)[KEYS / 2], uint3
 }
 
 // ---- A warpgroup that multiplies.
-template <typename T, int DIM, int KEYS>
+template <typename T, int DIM, int KEYS, bool SHIFTED>
 class Consumer {
   using Memory = AttentionMemory<T, DIM, KEYS>;
   static constexpr int kPanels = Memory::kPanels;
@@ -367,7 +367,7 @@ class Consumer {
   __device__ __forceinline__ void begin(const Work& work, float (&s)[KEYS / 2], uint32_t (&weights)[KEYS / 16][4],
                                         RowState& rows) {
     using namespace hopper;
-    if (params_.shifts_queries) shift_queries(work.slot);
+    if constexpr (SHIFTED) shift_queries(work.slot);
     mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
     wgmma_fence();
     start_scores(s, work.slot);
@@ -395,7 +395,7 @@ class Consumer {
   __device__ __forceinline__ void chain(int blocks, int tail, float (&s)[KEYS / 2], float (&o)[DIM / 2],
                                         uint32_t (&weights)[KEYS / 16][4], RowState& rows, const Work& work,
                                         const Work& next) {
-    if (params_.shifts_queries) shift_queries(next.slot);
+    if constexpr (SHIFTED) shift_queries(next.slot);
     start_both(s, o, weights, next.slot, next.kv_length <= KEYS, blocks == 1, tail);
     mask_tail(s, next.kv_length);
     const RowState ended = rows;

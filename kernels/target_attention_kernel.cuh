@@ -12,7 +12,8 @@
 
 namespace ikbo::kernels {
 
-template <typename T, int DIM, int KEYS>
+// SHIFTED: whether rows of queries may begin elsewhere than at multiples of 16 bytes.
+template <typename T, int DIM, int KEYS, bool SHIFTED>
 __global__ __launch_bounds__(kAttentionThreads,
                              1) void attention_kernel(const __grid_constant__ AttentionParams params) {
   using namespace hopper;
@@ -38,8 +39,8 @@ __global__ __launch_bounds__(kAttentionThreads,
   }
   __syncthreads();
   grid_dependency_wait();
-  // All that a multiprocessor has, 64 Ki.
-  constexpr int kLoaderRegisters = 40, kConsumerRegisters = 232;
+  // All that the launch got. A thread that multiplies keeps D / 2 sums of its rows.
+  constexpr int kLoaderRegisters = DIM > 128 ? 40 : 56, kConsumerRegisters = DIM > 128 ? 232 : 224;
   // Said by one lane, so that the compiler knows that a warp's branches on it do not part.
   const int warpgroup = __shfl_sync(0xffff'ffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (warpgroup == 0) {
@@ -51,11 +52,11 @@ __global__ __launch_bounds__(kAttentionThreads,
     } else if (threadIdx.x == 32) {
       draw_tiles<T, DIM, KEYS>(params, memory);
     } else if (threadIdx.x >= 64) {
-      gather_queries<T, DIM, KEYS>(params, memory, static_cast<int>(threadIdx.x) / 32 - 2);
+      gather_queries<T, DIM, KEYS, SHIFTED>(params, memory, static_cast<int>(threadIdx.x) / 32 - 2);
     }
   } else {
     register_increase<kConsumerRegisters>();
-    Consumer<T, DIM, KEYS>(params, memory, warpgroup - 1).run();
+    Consumer<T, DIM, KEYS, SHIFTED>(params, memory, warpgroup - 1).run();
   }
 }
 

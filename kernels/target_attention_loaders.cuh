@@ -103,7 +103,7 @@ __device__ __forceinline__ void copy_queries(const AttentionParams& params, Atte
   }
 }
 
-template <typename T, int DIM, int KEYS>
+template <typename T, int DIM, int KEYS, bool SHIFTED>
 __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory, int number) {
   using namespace hopper;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -132,11 +132,7 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
     for (int i = 0; i < 2; ++i) {
       memory.out_row[half.slot][i * 32 + lane] = out_row[i];
       if (!reads_any) continue;
-      if (params.shifts_queries) {
-        copy_queries<T, DIM, KEYS, true>(params, memory, half.slot, i, query[i]);
-      } else {
-        copy_queries<T, DIM, KEYS, false>(params, memory, half.slot, i, query[i]);
-      }
+      copy_queries<T, DIM, KEYS, SHIFTED>(params, memory, half.slot, i, query[i]);
     }
     if (reads_any) {
       cp_async_wait_all();

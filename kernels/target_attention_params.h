@@ -66,7 +66,6 @@ struct AttentionParams {
   int32_t group;                // query heads of a key head
   int32_t tile_rows;            // kTileRows or kHalfRows
   bool rows_by_vectors;         // whether rows of the results can be written 16 bytes at a time
-  bool shifts_queries;          // whether rows of queries may begin elsewhere than at multiples of 16 bytes
   bool takes_turns;             // whether a warpgroup waits for the other's scores before it asks for its own
   float scale_log2;             // of the logits, times log2(e)
   CUtensorMap k;                // (users, kv_heads, length, D), boxes of 64 elements by the keys of a block

@@ -64,10 +64,11 @@ test_step() {
 
 # A kernel's small tests under a sanitizer, in several processes at a time: racecheck takes fifty times as long as the test.
 sanitized() {
-  local tool=$1 test=$2 processes number failed=0 pids=()
+  local tool=$1 test=$2 processes most number failed=0 pids=()
   # None without a test: the tools take a program that never reaches the GPU for a failure.
   processes=$("$test" --gtest_list_tests --gtest_filter='*Small*' | grep -c '^  ')
-  processes=$((processes < 10 ? processes : 10))
+  most=$(($(nproc) / 2 < 10 ? 10 : $(nproc) / 2))
+  processes=$((processes < most ? processes : most))
   for ((number = 0; number < processes; ++number)); do
     GTEST_TOTAL_SHARDS=$processes GTEST_SHARD_INDEX=$number timeout -s KILL 300 \
       compute-sanitizer --tool "$tool" --error-exitcode 1 "$test" --gtest_brief=1 --gtest_filter='*Small*' \

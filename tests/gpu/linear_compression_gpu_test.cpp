@@ -4,6 +4,7 @@
 
 #include <random>
 #include <string>
+#include <thread>
 
 #include "kernels/linear_compression_reference.h"
 #include "tests/gpu/lce_inputs.h"
@@ -219,6 +220,28 @@ TEST(LinearCompression, AThousandLaunchesOnChangingShapesShareAWorkspace) {
                        nullptr);
     ASSERT_TRUE(inputs[i]->download_out() == expected[i]) << "launch " << launch;
   }
+}
+
+// The driver knows no context in a thread that has not used the GPU yet.
+TEST(LinearCompression, AThreadThatHasNotUsedTheGpuLaunches) {
+  LceSize size{50, 200, 128, 300, {{6, 150}}};
+  LceInputs inputs(size, fresh_seed());
+  const auto config = chosen(inputs);
+  run(inputs, config, LinearCompressionStage::kFused);
+  const auto expected = inputs.download_out();
+  inputs.poison_out();
+  DeviceBuffer workspace(linear_compression_workspace_bytes(inputs.problem(), config));
+  std::string problem;
+  std::thread([&] {
+    try {
+      linear_compression(inputs.problem(), config, workspace.as(), workspace.bytes(), LinearCompressionStage::kFusedWs,
+                         nullptr);
+    } catch (const std::exception& error) {
+      problem = error.what();
+    }
+  }).join();
+  EXPECT_EQ(problem, "");
+  EXPECT_TRUE(inputs.download_out() == expected);
 }
 
 TEST(LinearCompression, AGraphReplayFollowsTheMapping) {
