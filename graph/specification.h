@@ -39,7 +39,8 @@ struct PackedInput {
 /// Bags of many lengths (EmbeddingBag over values and offsets): the entries of all rows one after the other, and where
 /// each row's begin. A row's bag is what belongs to a user or candidate; values have no rows of their own.
 struct JaggedInput {
-  std::vector<std::string> values;  // inputs with one entry (of any shape) in dimension 0 for each of a bag's
+  std::vector<std::string> values;  // inputs with one entry (of any shape) in dimension 0 for each of a bag's; none
+                                    // where nothing reads the offsets
   std::string offsets;              // the input that says where each bag begins
   bool includes_end = false;        // offsets have one more entry: where the last bag ends
 };

@@ -15,6 +15,7 @@
 #include "runtime/device.h"
 #include "runtime/engine.h"
 #include "runtime/input_checks.h"
+#include "runtime/model.h"
 #include "runtime/plan.h"
 #include "runtime/thread_budget.h"
 
@@ -24,6 +25,10 @@ namespace {
 using c10::IValue;
 using torch::jit::Stack;
 using Slots = std::vector<IValue>;
+
+std::vector<graph::JaggedInput> jagged_of(const graph::Archive& archive) {
+  return is_transformed(archive) ? specification_of(archive).jagged : std::vector<graph::JaggedInput>();
+}
 
 std::string first_line(const std::string& text) {
   return text.substr(0, text.find('\n'));
@@ -127,7 +132,7 @@ class EagerEngine final : public Engine {
       : device_(open_device(options.device)),
         float64_(options.float64),
         plan_(make_plan(archive, {device_, float64_})),
-        checks_(archive.program, device_, float64_),
+        checks_(archive.program, jagged_of(archive), device_, float64_),
         budget_(options.threads, options.concurrent) {}
 
   std::vector<at::Tensor> run(std::span<const at::Tensor> inputs) const override {

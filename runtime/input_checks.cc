@@ -7,15 +7,19 @@
 
 #include "graph/archive.h"
 #include "graph/error.h"
+#include "graph/jagged.h"
 
 namespace ikbo::runtime {
 
-InputChecks::InputChecks(const graph::Program& program, const c10::Device& device, bool float64)
+InputChecks::InputChecks(const graph::Program& program, const std::vector<graph::JaggedInput>& jagged,
+                         const c10::Device& device, bool float64)
     : device_(device), float64_(float64) {
   std::map<std::string, int> index;
+  std::map<std::string, std::size_t> positions;
   for (const graph::UserInput& user : graph::user_inputs(program)) {
     Input input;
     input.name = user.name;
+    positions.emplace(user.value, inputs_.size());
     const auto meta = program.graph.tensors.find(user.value);
     if (meta == program.graph.tensors.end()) {
       input.checked = false;
@@ -43,6 +47,34 @@ InputChecks::InputChecks(const graph::Program& program, const c10::Device& devic
       input.dims.push_back(std::move(dim));
     }
     inputs_.push_back(std::move(input));
+  }
+  const auto position = [&](const std::string& value) {
+    const auto found = positions.find(value);
+    if (found == positions.end()) fail("the specification names bags '{}', which are no input of the archive", value);
+    return found->second;
+  };
+  for (const graph::JaggedInput& given : jagged) {
+    if (device_.type() != c10::kCPU || given.values.empty()) continue;
+    Bags bags{given, position(given.offsets), {}};
+    bags.names.offsets = inputs_[bags.offsets].name;
+    for (std::string& value : bags.names.values) {
+      bags.values.push_back(position(value));
+      value = inputs_[bags.values.back()].name;
+    }
+    bags_.push_back(std::move(bags));
+  }
+}
+
+// An operator trusts offsets, and reads whatever lies where they point.
+void InputChecks::check_bags(std::span<const at::Tensor> inputs) const {
+  for (const Bags& bags : bags_) {
+    const std::int64_t total = inputs[bags.values[0]].size(0);
+    for (std::size_t i = 1; i < bags.values.size(); ++i) {
+      if (inputs[bags.values[i]].size(0) == total) continue;
+      fail("input '{}' has {} values where '{}' has {}, and they are of the same bags ('{}')", bags.names.values[i],
+           inputs[bags.values[i]].size(0), bags.names.values[0], total, bags.names.offsets);
+    }
+    graph::check_offsets(bags.names, inputs[bags.offsets], total);
   }
 }
 
@@ -134,6 +166,7 @@ void InputChecks::check(std::span<const at::Tensor> inputs) const {
     }
   }
   if (has_expressions_) check_expressions(inputs, bound);
+  check_bags(inputs);
 }
 
 }  // namespace ikbo::runtime

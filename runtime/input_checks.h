@@ -10,14 +10,17 @@
 #include <vector>
 
 #include "graph/program.h"
+#include "graph/specification.h"
 
 namespace ikbo::runtime {
 
-/// Checks a call's tensors against what the archive says of its inputs: number, rank, type, device, fixed sizes, and
-/// that symbolic sizes agree with each other and lie in their ranges.
+/// Checks a call's tensors against what the archive says of its inputs: number, rank, type, device, fixed sizes, that
+/// symbolic sizes agree with each other and lie in their ranges, and, on the CPU, that offsets of bags are offsets into
+/// their values (on a GPU they are not read, since the host would wait for them).
 class InputChecks {
  public:
-  InputChecks(const graph::Program& program, const c10::Device& device, bool float64);
+  InputChecks(const graph::Program& program, const std::vector<graph::JaggedInput>& jagged, const c10::Device& device,
+              bool float64);
 
   /// Throws ikbo::Error that names the input as the model's author knows it, what was given and what was expected.
   void check(std::span<const at::Tensor> inputs) const;
@@ -47,12 +50,20 @@ class InputChecks {
 
   void bind(int symbol, std::int64_t size, int input, int dim, std::vector<Bound>& bound) const;
   void check_expressions(std::span<const at::Tensor> inputs, std::vector<Bound>& bound) const;
+  void check_bags(std::span<const at::Tensor> inputs) const;
   std::string given(const at::Tensor& tensor) const;
+
+  struct Bags {
+    graph::JaggedInput names;  // as the model's author knows them
+    std::size_t offsets = 0;   // positions of inputs
+    std::vector<std::size_t> values;
+  };
 
   c10::Device device_;
   bool float64_;
   std::vector<Input> inputs_;
   std::vector<Symbol> symbols_;
+  std::vector<Bags> bags_;
   bool has_expressions_ = false;
 };
 

@@ -81,6 +81,11 @@ at::Tensor join_input(const RequestInput& input, const std::vector<const Request
 at::Tensor join_offsets(const RequestLayout& layout, const graph::JaggedInput& bags,
                         const std::vector<const Request*>& requests) {
   const RequestInput& input = layout.inputs()[layout.position(bags.offsets)];
+  if (bags.values.empty()) {
+    std::int64_t rows = 0;
+    for (const Request* request : requests) rows += input.side == Side::kCandidate ? request->count : 1;
+    return graph::bag_offsets(bags, at::zeros({rows + 1}, at::kLong), graph::scalar_type(input.dtype));
+  }
   std::vector<at::Tensor> parts{at::zeros({1}, at::kLong)};
   std::int64_t total = 0;
   for (const Request* request : requests) {

@@ -59,9 +59,12 @@ pytest_with_binaries() {
     CXX=g++ "$PYTHON" -m pytest -q -p no:cacheprovider "$@"
 }
 
+# Most of a test is Python of one thread and commands of its own: a worker a core, each with one thread where a test does
+# not say otherwise. A worker takes about 1 GB.
 python_stage() {
   configure_and_build tests
-  pytest_with_binaries tests/python --ignore=tests/python/test_random_programs.py
+  OMP_NUM_THREADS=1 pytest_with_binaries -n "$((jobs < 16 ? jobs : 16))" --dist worksteal tests/python \
+    --ignore=tests/python/test_random_programs.py
 }
 
 # IKBO_ZOO=no leaves it out; scripts/zoo.sh runs all of it.

@@ -289,9 +289,9 @@ void Assembly::sample(const graph::Archive& source, Result& result) {
     if (!given.contains(bags.offsets)) continue;
     graph::JaggedRows own{{}, given.at(bags.offsets)};
     for (const std::string& value : bags.values) own.values.push_back(given.at(value));
-    const std::int64_t count = graph::bag_bounds(bags, own.offsets, own.values[0]).numel() - 1;
+    const std::int64_t count = own.offsets.numel() - (bags.includes_end ? 1 : 0);
     const bool of_users = program.graph.tensors.at(bags.offsets).sizes[0].depends_on(user_symbol);
-    if (count == 0) continue;
+    if (count <= 0) continue;
     const auto chosen =
         graph::select_bags(bags, own, at::arange(of_users ? users : candidates, at::kLong).remainder(count));
     given[bags.offsets] = chosen.offsets;

@@ -49,7 +49,7 @@ std::optional<Rewriter::Attention> Rewriter::written_out_attention(const Node& n
   if (products.size() != 2) return std::nullopt;
   const Node* at = maker(products[0]);
   while (at != nullptr && !is_random(*at) &&
-         one_of(aten_name(at->target), {"dropout", "clone", "alias", "contiguous", "detach"})) {
+         (keeps_values(aten_name(at->target)) || aten_name(at->target) == "dropout")) {
     at = maker(input(*at).operands()[0]);
   }
   if (at == nullptr || !one_of(aten_name(at->target), {"softmax", "_softmax"})) return std::nullopt;

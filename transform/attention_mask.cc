@@ -20,8 +20,7 @@ using graph::TensorArg;
 namespace {
 
 bool is_view(const std::string& op) {
-  return one_of(op, {"view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "expand", "slice", "alias",
-                     "detach", "clone", "contiguous", "lift_fresh_copy"});
+  return keeps_order(op) || one_of(op, {"expand", "slice"});
 }
 
 }  // namespace

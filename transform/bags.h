@@ -1,6 +1,6 @@
 #pragma once
 
-#include "graph/program.h"
+#include "graph/archive.h"
 
 namespace ikbo::transform {
 
@@ -8,6 +8,6 @@ namespace ikbo::transform {
 /// ...: it becomes a lookup and a sum, mean or maximum over the length, whose rows are independent. Entries of
 /// `padding_idx` are left out, as in the original. Throws ikbo::Error, with the operator and the remedy, for bags of
 /// many lengths whose values are an input: the batch lies in their offsets alone.
-graph::Graph even_bags(const graph::Graph& graph);
+graph::Archive even_bags(graph::Archive archive);
 
 }  // namespace ikbo::transform

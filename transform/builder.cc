@@ -4,6 +4,7 @@
 #include <optional>
 
 #include "graph/error.h"
+#include "transform/rules.h"
 
 namespace ikbo::transform {
 
@@ -254,13 +255,12 @@ std::vector<std::string> Builder::concatenated(const std::string& value, int dim
   if (node == nullptr) return {};
   const bool stacks = node->target == "torch.ops.aten.stack.default";
   if (!stacks && node->target != "torch.ops.aten.cat.default") return {};
-  const Argument* along = node->find("dim");
-  const auto* given = along != nullptr ? std::get_if<std::int64_t>(along) : nullptr;
+  const auto given = integer_argument(*node, "dim");
   const auto* list = std::get_if<graph::TensorListArg>(node->find("tensors"));
   const TensorMeta whole = meta(value);
   const std::size_t rank = whole.sizes.size();
   const auto from_end = dim - static_cast<std::int64_t>(rank);
-  if (given == nullptr || list == nullptr || (*given != dim && *given != from_end)) return {};
+  if (list == nullptr || (given != dim && given != from_end)) return {};
   for (const std::string& name : list->names) {
     if (meta(name).dtype != whole.dtype || meta(name).sizes.size() + (stacks ? 1 : 0) != rank) return {};
   }
@@ -314,9 +314,8 @@ namespace {
 // The two dimensions that a node exchanges, in order; nothing for other nodes.
 std::optional<std::pair<int, int>> exchanged(const Node& node, int rank) {
   const auto integer = [&](const char* name) -> std::optional<int> {
-    const Argument* a = node.find(name);
-    const auto* value = a != nullptr ? std::get_if<std::int64_t>(a) : nullptr;
-    if (value == nullptr) return std::nullopt;
+    const auto value = integer_argument(node, name);
+    if (!value) return std::nullopt;
     return static_cast<int>(*value < 0 ? *value + rank : *value);
   };
   if (node.target == "torch.ops.aten.transpose.int") {

@@ -12,6 +12,23 @@
 
 namespace ikbo::transform {
 
+/// Names that no value of a graph has.
+class FreshNames {
+ public:
+  explicit FreshNames(const graph::Graph& graph);
+  /// The name itself, or with the first free number behind it; taken from then on.
+  std::string fresh(const std::string& wanted);
+
+ private:
+  std::set<std::string> taken_;
+};
+
+/// A node with one result of the given sizes, contiguous and without a gradient, else like the value `like`. The graph
+/// gets the description of its result; the caller places the node.
+graph::Node new_node(graph::Graph& graph, FreshNames& names, const std::string& target,
+                     std::vector<graph::NamedArgument> inputs, std::vector<graph::Expr> sizes, const std::string& like,
+                     std::optional<graph::DType> dtype = std::nullopt);
+
 /// An archive whose graph is written anew, node after node: some are copied, others replaced by what means the same.
 /// For the passes in front of the rewriting, which know one batch only.
 class GraphEditor {
@@ -29,7 +46,6 @@ class GraphEditor {
   /// The last node of a replacement: it makes the value that the original did.
   void finish(const graph::Node& original, const std::string& target, std::vector<graph::NamedArgument> inputs);
   void keep(graph::Node node);
-  std::string fresh(const std::string& wanted);
   /// A new buffer, in front of what a caller passes.
   std::string buffer(const std::string& wanted, const at::Tensor& contents);
 
@@ -37,7 +53,7 @@ class GraphEditor {
   graph::Graph& graph_;
   std::map<std::string, std::string> targets_;  // of parameters, buffers and constants
   std::map<std::string, graph::Node> makers_;   // of what is written already
-  std::set<std::string> taken_;
+  FreshNames names_;
 };
 
 }  // namespace ikbo::transform

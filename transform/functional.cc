@@ -7,6 +7,7 @@
 #include <set>
 
 #include "graph/error.h"
+#include "transform/editor.h"
 #include "transform/rules.h"
 
 namespace ikbo::transform {
@@ -53,8 +54,7 @@ Sharing sharing(const Node& node, const TensorMeta& self, const TensorMeta& resu
 
 class Functional {
  public:
-  explicit Functional(Program program) : program_(std::move(program)), graph_(program_.graph) {
-    for (const auto& [name, meta] : graph_.tensors) taken_.insert(name);
+  explicit Functional(Program program) : program_(std::move(program)), graph_(program_.graph), names_(graph_) {
     for (const Argument& a : graph_.inputs) {
       for (const std::string& name : graph::value_names(a)) inputs_.insert(name);
     }
@@ -82,12 +82,6 @@ class Functional {
     std::string unclear;  // after a write that not every view is known to see: the node
   };
 
-  std::string fresh(const std::string& wanted) {
-    std::string name = wanted;
-    for (int i = 1; !taken_.insert(name).second; ++i) name = fmt::format("{}_{}", wanted, i);
-    return name;
-  }
-
   const std::string& root(const std::string& name) const {
     const std::string* at = &name;
     for (auto it = views_.find(*at); it != views_.end(); it = views_.find(*at)) at = &it->second.parent;
@@ -113,10 +107,10 @@ class Functional {
     }
     Node again = view.view;
     for (NamedArgument& a : again.inputs) rename(a.value, reader);
-    again.name = fresh(again.name);
+    again.name = names_.fresh(again.name);
     std::vector<std::string> made;
     const auto place = [&](const std::string& old) {
-      const std::string value = fresh(old);
+      const std::string value = names_.fresh(old);
       graph_.tensors.emplace(value, graph_.tensors.at(old));
       made.push_back(value);
       now_[old] = {memory_[root(old)].version, value};
@@ -214,13 +208,13 @@ class Functional {
     }
     node.target = fmt::format("torch.ops.aten.{}.{}", name, overload);
     for (NamedArgument& a : node.inputs) rename(a.value, &original);
-    const std::string made = results.empty() ? fresh(node.name) : results[0];
+    const std::string made = results.empty() ? names_.fresh(node.name) : results[0];
     const TensorMeta meta = graph_.tensors.at(written);
     graph_.tensors.insert_or_assign(made, meta);
     node.outputs = {TensorArg{made}};
     const bool converts = promotes(original, meta);
     if (converts) {
-      const std::string wide = fresh(made + "_wide");
+      const std::string wide = names_.fresh(made + "_wide");
       graph_.tensors.emplace(wide, meta);
       node.outputs = {TensorArg{wide}};
       node.name = wide;
@@ -300,7 +294,7 @@ class Functional {
     const TensorMeta& whole = graph_.tensors.at(view.parent);
     const int rank = static_cast<int>(whole.sizes.size());
     const auto result = [&](const std::string& target, std::vector<NamedArgument> inputs) {
-      const std::string value = fresh(parent + "_written");
+      const std::string value = names_.fresh(parent + "_written");
       graph_.tensors.emplace(value, whole);
       return emit(target, std::move(inputs), value);
     };
@@ -393,7 +387,7 @@ class Functional {
       for (const std::string& n : graph::output_names(inner)) {
         const auto at = std::find(returned.begin(), returned.end(), n);
         const bool result = at != returned.end();
-        const std::string here = result ? results[static_cast<std::size_t>(at - returned.begin())] : fresh(n);
+        const std::string here = result ? results[static_cast<std::size_t>(at - returned.begin())] : names_.fresh(n);
         names[n] = here;
         if (const auto meta = region.tensors.find(n); meta != region.tensors.end() && !result) {
           graph_.tensors.emplace(here, meta->second);
@@ -406,7 +400,7 @@ class Functional {
       for (NamedArgument& a : moved.inputs) map_names(a.value, names);
       for (Argument& a : moved.outputs) map_names(a, names);
       const auto made = graph::output_names(moved);
-      moved.name = made.size() == 1 ? made[0] : fresh(moved.name);
+      moved.name = made.size() == 1 ? made[0] : names_.fresh(moved.name);
       visit(std::move(moved));
     }
     for (std::size_t i = 0; i < returned.size(); ++i) {  // an operand that is handed through
@@ -438,7 +432,7 @@ class Functional {
 
   Program program_;
   Graph& graph_;
-  std::set<std::string> taken_;
+  FreshNames names_;
   std::set<std::string> inputs_;
   std::map<std::string, View> views_;
   std::map<std::string, Memory> memory_;                    // by root

@@ -5,6 +5,7 @@
 #include <algorithm>
 
 #include "graph/error.h"
+#include "transform/jagged.h"
 
 namespace ikbo::transform {
 
@@ -14,7 +15,7 @@ using graph::Node;
 using graph::TensorArg;
 
 GeneralForm::GeneralForm(const graph::Graph& before, InnerBroadcast given)
-    : before_(before), given_(std::move(given)), graph_(before) {
+    : before_(before), given_(std::move(given)), graph_(before), names_(before) {
   std::map<std::string, Expr> unify;
   for (const std::string& symbol : given_.user_symbols) unify.emplace(symbol, rows());
   for (auto& [name, meta] : graph_.tensors) {
@@ -22,12 +23,8 @@ GeneralForm::GeneralForm(const graph::Graph& before, InnerBroadcast given)
     for (Expr& e : meta.strides) e = e.substitute(unify);
     meta.storage_offset = meta.storage_offset.substitute(unify);
     substituted_[name] = meta.sizes;
-    taken_.insert(name);
   }
-  for (auto& [name, e] : graph_.sym_ints) {
-    e = e.substitute(unify);
-    taken_.insert(name);
-  }
+  for (auto& [name, e] : graph_.sym_ints) e = e.substitute(unify);
   graph_.nodes.clear();
 }
 
@@ -156,14 +153,8 @@ bool GeneralForm::follows_index(const Node& node) {
   const bool reads =
       std::any_of(operands.begin(), operands.end(), [&](const auto& n) { return index_values_.contains(n); });
   if (!reads) return false;
-  static const std::set<std::string, std::less<>> kSame{"to",      "_to_copy", "alias",      "detach",  "clone",
-                                                        "reshape", "view",     "contiguous", "flatten", "squeeze"};
-  const auto results = graph::output_names(node);
-  const auto& meta = graph_.tensors.at(results[0]);
-  const bool whole = graph::is_integral(meta.dtype) && graph::dtype_bytes(meta.dtype) >= 4;
-  if (operands.size() == 1 && kSame.contains(aten_name(node.target)) && whole && meta.sizes.size() == 1 &&
-      meta.sizes[0] == rows() && node.target != "torch.ops.aten.view.dtype") {
-    index_values_.insert(results[0]);
+  if (operands.size() == 1 && keeps_integers(graph_, node)) {
+    index_values_.insert(graph::output_names(node)[0]);
     return true;
   }
   if (!lookup(node)) {

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "graph/program.h"
+#include "transform/editor.h"
 #include "transform/rules.h"
 
 namespace ikbo::transform {
@@ -73,7 +74,6 @@ class GeneralForm {
   std::string expand(const std::string& value, const std::vector<graph::Expr>& sizes, const Batch& batch);
   std::string permute(const std::string& value, const std::vector<std::int64_t>& dims, const Batch& batch);
   graph::Argument size_argument(const std::vector<graph::Expr>& sizes);
-  std::string fresh(const std::string& wanted);
   graph::Node translated(const graph::Node& node) const;
 
   bool is_tensor(const std::string& name) const { return before_.tensors.contains(name); }
@@ -97,7 +97,7 @@ class GeneralForm {
   std::map<std::string, std::string> viewed_;       // reshaped value -> what it is a reshape of
   std::map<std::string, std::string> size_values_;  // srepr -> symbolic integer
   std::set<std::string> index_values_;              // the index, and what is the same numbers
-  std::set<std::string> taken_;
+  FreshNames names_;
 };
 
 }  // namespace ikbo::transform

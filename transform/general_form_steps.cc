@@ -295,7 +295,7 @@ bool GeneralForm::stacked(const Node& node, std::string& why) {
     meta.sizes.insert(meta.sizes.begin(), rows());
     meta.strides = graph::contiguous_strides(meta.sizes);
     meta.storage_offset = 0;
-    renamed[name] = fresh(name + "_rows");
+    renamed[name] = names_.fresh(name + "_rows");
     graph_.tensors.emplace(renamed[name], std::move(meta));
   }
   for (Argument& out : copy.outputs) {
@@ -373,24 +373,9 @@ void GeneralForm::bind(const std::string& name, const std::string& value, const 
 
 // ---- Nodes --------------------------------------------------------------------------------------------------------
 
-std::string GeneralForm::fresh(const std::string& wanted) {
-  std::string name = wanted;
-  for (int i = 1; !taken_.insert(name).second; ++i) name = fmt::format("{}_{}", wanted, i);
-  return name;
-}
-
 std::string GeneralForm::emit(const std::string& target, std::vector<graph::NamedArgument> inputs,
                               std::vector<Expr> wanted, const std::string& like, const Batch& batch) {
-  Node node;
-  node.target = target;
-  node.inputs = std::move(inputs);
-  node.name = fresh(like + "_" + aten_name(target));
-  node.outputs = {TensorArg{node.name}};
-  graph::TensorMeta meta = graph_.tensors.at(like);
-  meta.sizes = std::move(wanted);
-  meta.strides = graph::contiguous_strides(meta.sizes);
-  meta.storage_offset = 0;
-  graph_.tensors.emplace(node.name, std::move(meta));
+  Node node = new_node(graph_, names_, target, std::move(inputs), std::move(wanted), like);
   std::string why;
   const RuleResult found = apply_rule(RuleInput(graph_, node, given_.batch, batches_), why);
   if (!found || !((*found)[0] == batch)) fail("internal error: '{}' ({}): {}", node.name, target, why);
@@ -435,7 +420,7 @@ Argument GeneralForm::size_argument(const std::vector<Expr>& wanted) {
     }
     auto [it, inserted] = size_values_.try_emplace(e.srepr());
     if (inserted) {
-      it->second = fresh("size");
+      it->second = names_.fresh("size");
       graph_.sym_ints.emplace(it->second, e);
     }
     list.values.push_back({it->second});

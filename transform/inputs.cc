@@ -170,6 +170,14 @@ InputSides sides_of(const graph::Program& program, const std::vector<UserInput>&
                     const RequestOnly& request_only, const std::string& index) {
   InputSides sides;
   sides.jagged = find_jagged(program, inputs);
+  // Bags that nothing reads: the runtime makes their offsets, and their values are passed as they come. A model that
+  // spreads rows by itself takes them as it did.
+  const bool spreads = !index.empty() || std::any_of(inputs.begin(), inputs.end(), [&](const UserInput& input) {
+    const auto& sizes = program.graph.tensors.at(input.value).sizes;
+    return request_only.whole.contains(input.value) && !sizes.empty() && sizes[0].is_integer(1);
+  });
+  const UnreadBags unread = spreads ? UnreadBags() : find_unread_bags(program, inputs);
+  sides.jagged.insert(sides.jagged.end(), unread.offsets.begin(), unread.offsets.end());
   // Values and offsets follow the batch that their bags have.
   std::map<std::string, std::string> of_bags;
   for (const JaggedBags& bags : sides.jagged) {
@@ -180,6 +188,7 @@ InputSides sides_of(const graph::Program& program, const std::vector<UserInput>&
     return program.graph.tensors.at(input.value);
   };
   const auto symbol_of = [&](const UserInput& input) {
+    if (unread.values.contains(input.value)) return std::string();
     const auto bags = of_bags.find(input.value);
     return bags == of_bags.end() ? leading_symbol(meta_of(input)) : bags->second;
   };
@@ -214,7 +223,7 @@ InputSides sides_of(const graph::Program& program, const std::vector<UserInput>&
     graph::InputEntry entry{input.value, input.name, input.path, graph::Side::kShared};
     if (input.value == sides.index) {
       entry.side = graph::Side::kIndex;
-    } else if (symbol.empty() && marked(input)) {
+    } else if (symbol.empty() && marked(input) && !unread.values.contains(input.value)) {
       const bool one = request_only.whole.contains(input.value) && !meta.sizes.empty() && meta.sizes[0].is_integer(1);
       if (!one || !any_batch || !index.empty()) {
         fail(

@@ -25,10 +25,14 @@ std::string symbol_of(const Expr& size) {
   return symbols.size() == 1 && size == Expr::symbol(*symbols.begin()) ? *symbols.begin() : std::string();
 }
 
-std::int64_t integer(const Node& node, const char* argument, std::int64_t otherwise) {
-  const Argument* a = node.find(argument);
-  const auto* i = a != nullptr ? std::get_if<std::int64_t>(a) : nullptr;
-  return i != nullptr ? *i : otherwise;
+// The symbol of an input's first dimension; empty where that dimension is fixed.
+std::string leading_symbol(const graph::Graph& graph, const graph::UserInput& input) {
+  const auto meta = graph.tensors.find(input.value);
+  return meta == graph.tensors.end() || meta->second.sizes.empty() ? std::string() : symbol_of(meta->second.sizes[0]);
+}
+
+bool includes_last_offset(const Node& bag) {
+  return boolean_argument(bag, "include_last_offset") == true;
 }
 
 }  // namespace
@@ -37,33 +41,25 @@ bool is_bag(const Node& node) {
   return one_of(aten_name(node.target), {"embedding_bag", "_embedding_bag", "_embedding_bag_forward_only"});
 }
 
-bool includes_last_offset(const Node& bag) {
-  const Argument* a = bag.find("include_last_offset");
-  const auto* b = a != nullptr ? std::get_if<bool>(a) : nullptr;
-  return b != nullptr && *b;
-}
-
-const std::string* tensor_argument(const Node& node, const char* argument) {
-  const Argument* a = node.find(argument);
-  const auto* t = a != nullptr ? std::get_if<TensorArg>(a) : nullptr;
-  return t != nullptr ? &t->name : nullptr;
-}
-
-bool keeps_offsets(const graph::Graph& graph, const Node& node) {
+bool keeps_integers(const graph::Graph& graph, const Node& node) {
   const auto results = graph::output_names(node);
   const auto operands = graph::input_names(node);
   if (results.size() != 1 || operands.empty() || !graph.tensors.contains(operands[0])) return false;
   const auto& before = graph.tensors.at(operands[0]);
   const auto& after = graph.tensors.at(results[0]);
-  const bool whole = graph::is_integral(after.dtype) && graph::dtype_bytes(after.dtype) >= 4;
-  if (!whole || before.sizes.size() != 1 || node.target == "torch.ops.aten.view.dtype") return false;
   const std::string op = aten_name(node.target);
-  if (op == "slice") {
-    return integer(node, "dim", 0) == 0 && integer(node, "start", 0) == 0 && integer(node, "end", 0) == -1 &&
-           integer(node, "step", 1) == 1 && after.sizes == std::vector<Expr>{before.sizes[0] - 1};
-  }
-  return after.sizes == before.sizes && one_of(op, {"to", "_to_copy", "alias", "detach", "clone", "reshape", "view",
-                                                    "contiguous", "flatten", "lift_fresh_copy", "long", "int"});
+  return graph::is_integral(after.dtype) && graph::dtype_bytes(after.dtype) >= 4 && before.sizes.size() == 1 &&
+         after.sizes == before.sizes && node.target != "torch.ops.aten.view.dtype" &&
+         (keeps_order(op) || one_of(op, {"to", "_to_copy", "long", "int"}));
+}
+
+bool keeps_offsets(const graph::Graph& graph, const Node& node) {
+  if (node.target != "torch.ops.aten.slice.Tensor") return keeps_integers(graph, node);
+  const auto& before = graph.tensors.at(graph::input_names(node)[0]).sizes;
+  const auto& after = graph.tensors.at(graph::output_names(node)[0]).sizes;
+  return before.size() == 1 && after == std::vector<Expr>{before[0] - 1} &&
+         integer_argument(node, "dim").value_or(0) == 0 && integer_argument(node, "start").value_or(0) == 0 &&
+         integer_argument(node, "end") == -1 && integer_argument(node, "step").value_or(1) == 1;
 }
 
 std::vector<JaggedBags> find_jagged(const graph::Program& program, const std::vector<graph::UserInput>& inputs) {
@@ -72,25 +68,22 @@ std::vector<JaggedBags> find_jagged(const graph::Program& program, const std::ve
   for (const Node& node : graph.nodes) {
     for (const std::string& name : graph::output_names(node)) makers[name] = &node;
   }
-  const auto leading = [&](const graph::UserInput& input) {
-    const auto meta = graph.tensors.find(input.value);
-    return meta == graph.tensors.end() || meta->second.sizes.empty() ? std::string() : symbol_of(meta->second.sizes[0]);
-  };
   std::vector<JaggedBags> found;
   for (const Node& node : graph.nodes) {
     const std::string* indices = is_bag(node) ? tensor_argument(node, "indices") : nullptr;
     const std::string* offsets = is_bag(node) ? tensor_argument(node, "offsets") : nullptr;
     if (indices == nullptr || offsets == nullptr || graph.tensors.at(*indices).sizes.size() != 1) continue;
     JaggedBags bags;
-    bags.total = symbol_of(graph.tensors.at(*indices).sizes[0]);
+    const std::string total = symbol_of(graph.tensors.at(*indices).sizes[0]);
     const Expr rows = graph.tensors.at(graph::output_names(node)[0]).sizes[0];
-    if (bags.total.empty() || rows == Expr::symbol(bags.total)) continue;  // values with rows, as many as bags
+    if (total.empty() || rows == Expr::symbol(total)) continue;  // values with rows, as many as bags
+    bags.totals.insert(total);
     std::string root = *offsets;
     while (makers.contains(root) && keeps_offsets(graph, *makers.at(root))) {
       root = graph::input_names(*makers.at(root))[0];
     }
     for (const graph::UserInput& input : inputs) {
-      if (leading(input) == bags.total) bags.input.values.push_back(input.value);
+      if (leading_symbol(graph, input) == total) bags.input.values.push_back(input.value);
     }
     if (bags.input.values.empty()) continue;  // as many as data says
     bags.input.offsets = root;
@@ -106,23 +99,55 @@ std::vector<JaggedBags> find_jagged(const graph::Program& program, const std::ve
     if (bags.batch.empty() || !(entries == rows || entries == rows + 1)) {
       refuse(fmt::format("its offsets '{}' have {} entries", root, entries.str()));
     }
-    const auto same = std::find_if(found.begin(), found.end(), [&](const JaggedBags& other) {
-      return other.total == bags.total || other.input.offsets == root;
-    });
-    if (same == found.end()) {
+    const auto same_values = [&](const JaggedBags& other) { return other.totals.contains(total); };
+    const auto same_offsets = [&](const JaggedBags& other) { return other.input.offsets == root; };
+    const auto known = std::find_if(found.begin(), found.end(), same_values);
+    if (known != found.end() && known->input.offsets != root) {
+      refuse(fmt::format("its values '{}' are bags of '{}' and of '{}', while a request gives their lengths once",
+                         bags.input.values[0], known->input.offsets, root));
+    }
+    if (known != found.end()) continue;
+    if (const auto other = std::find_if(found.begin(), found.end(), same_offsets); other != found.end()) {
+      other->totals.insert(total);
+      auto& values = other->input.values;
+      values.insert(values.end(), bags.input.values.begin(), bags.input.values.end());
+    } else {
       found.push_back(std::move(bags));
-    } else if (same->total != bags.total || same->input.offsets != root) {
-      refuse(fmt::format("values and offsets are no pair: '{}' and '{}' share one of them", root, same->input.offsets));
     }
   }
   return found;
 }
 
+UnreadBags find_unread_bags(const graph::Program& program, const std::vector<graph::UserInput>& inputs) {
+  const graph::Graph& graph = program.graph;
+  std::set<std::string> read;
+  const auto see = [&](const std::vector<std::string>& names) { read.insert(names.begin(), names.end()); };
+  for (const Node& node : graph.nodes) see(graph::input_names(node));
+  for (const Argument& a : graph.outputs) see(graph::value_names(a));
+  std::map<std::string, int> shown;  // symbols of first dimensions, and of how many inputs
+  for (const graph::UserInput& input : inputs) ++shown[leading_symbol(graph, input)];
+  UnreadBags unread;
+  std::set<std::string> own;
+  for (const graph::UserInput& input : inputs) {
+    const auto meta = graph.tensors.find(input.value);
+    if (read.contains(input.value) || meta == graph.tensors.end() || meta->second.sizes.size() != 1) continue;
+    const Expr& size = meta->second.sizes[0];
+    const std::string batch = symbol_of(size - 1);
+    if (!batch.empty() && shown.contains(batch) && graph::is_integral(meta->second.dtype)) {
+      unread.offsets.push_back({{{}, input.value, /*includes_end=*/true}, {}, batch});
+    } else if (const std::string total = symbol_of(size); !total.empty() && shown.at(total) == 1) {
+      unread.values.insert(input.value);
+    }
+  }
+  if (unread.offsets.empty()) unread.values.clear();
+  return unread;
+}
+
 // ---- Rewriter ----
 
 void Rewriter::bind_bags(const JaggedBags& bags) {
-  totals_.insert(bags.total);
-  bag_offsets_[bags.input.offsets] = bags.total;
+  totals_.insert(bags.totals.begin(), bags.totals.end());
+  bag_offsets_[bags.input.offsets] = bags.totals;
   for (const std::string& name : bags.input.values)
     values_[name] = {Level::kJagged, Batch{0, 1}, name, {}, nullptr, {}};
   values_[bags.input.offsets] = {Level::kJagged, {}, bags.input.offsets, {}, nullptr, {}};
@@ -134,11 +159,10 @@ bool Rewriter::concerns_bags(const Node& node) const {
   const auto depends = [&](const Expr& e) {
     return std::any_of(totals_.begin(), totals_.end(), [&](const auto& total) { return e.depends_on(total); });
   };
-  const auto mentions = [&](const auto& table, const std::string& name) {
-    if (!table.contains(name)) return false;
-    const std::string text = table.at(name).dump();
-    return std::any_of(totals_.begin(), totals_.end(),
-                       [&](const auto& total) { return text.find("Symbol('" + total + "'") != std::string::npos; });
+  const auto mentions = [&](const graph::Json& table, const std::string& name) {
+    return table.contains(name) && std::any_of(totals_.begin(), totals_.end(), [&](const auto& total) {
+             return is_written_with(table.at(name), total);
+           });
   };
   for (const std::string& name : graph::input_names(node)) {
     const auto value = values_.find(name);
@@ -178,7 +202,7 @@ bool Rewriter::try_bag(const Node& node) {
   const std::string total = total_of(*indices);
   const auto own = bag_offsets_.find(*offsets);
   const auto table = values_.find(*weight);
-  if (total.empty() || own == bag_offsets_.end() || own->second != total) return false;
+  if (total.empty() || own == bag_offsets_.end() || !own->second.contains(total)) return false;
   if (table == values_.end() || table->second.level != Level::kShared) return false;
   const std::string* factors = tensor_argument(node, "per_sample_weights");
   if (factors != nullptr && total_of(*factors) != total) return false;

@@ -103,9 +103,8 @@ std::string Rewriter::row_index(Where where, bool repeated, const Expr& inner) {
 // cost alone.
 bool Rewriter::is_whole_anyway(const std::string& name) const {
   const auto is_view = [](const Node& node) {
-    return one_of(aten_name(node.target),
-                  {"view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze", "transpose", "permute",
-                   "alias", "detach", "clone", "contiguous", "dropout"});
+    const std::string op = aten_name(node.target);
+    return keeps_order(op) || one_of(op, {"transpose", "permute", "dropout"});
   };
   std::vector<std::string> same{name};
   for (const Node* node = values_.at(name).node; node != nullptr && is_view(*node);) {

@@ -222,11 +222,9 @@ class Multiples : GraphEditor {
   }
 
   bool viewed(const Node& node) {
-    static const std::set<std::string, std::less<>> kViews{"alias",     "detach",  "contiguous", "clone", "dropout",
-                                                           "unsqueeze", "squeeze", "transpose",  "view",  "reshape"};
     const std::string op = aten_name(node.target);
+    if ((!keeps_order(op) && !one_of(op, {"transpose", "dropout"})) || is_random(node)) return false;
     const std::string self = graph::input_names(node)[0];
-    if (!kViews.contains(op) || is_random(node)) return false;
     const auto& shape = sizes(graph::output_names(node)[0]);
     if (const auto it = joins_.find(self); it != joins_.end()) {  // the same values in the same places
       if (written_.contains(self) || op == "transpose" || !(shape == sizes(self))) return false;
@@ -257,9 +255,8 @@ class Multiples : GraphEditor {
   bool joined(const Node& node) {
     const auto names = graph::input_names(node);
     const std::string result = graph::output_names(node)[0];
-    const Argument* dim = node.find("dim");
-    const auto* d = dim != nullptr ? std::get_if<std::int64_t>(dim) : nullptr;
-    if (d == nullptr || (*d != 1 && *d != -1) || sizes(result).size() != 2) return false;
+    const auto dim = integer_argument(node, "dim");
+    if ((dim != 1 && dim != -1) || sizes(result).size() != 2) return false;
     const bool open = std::any_of(names.begin(), names.end(), [&](const auto& n) { return is_open(n); });
     const bool whole = std::all_of(names.begin(), names.end(), [&](const auto& n) {
       return graph_.tensors.contains(n) && sizes(n).size() == 2 && sizes(n)[1].as_integer() &&

@@ -253,9 +253,8 @@ std::optional<Parts> Rewriter::passed(const Node& node, const RuleInput& in, con
   }
   if (mode_ != Mode::kIkbo) return std::nullopt;
 
-  static const std::set<std::string, std::less<>> kSame{"alias",   "detach",          "contiguous",   "clone",
-                                                        "dropout", "feature_dropout", "alpha_dropout"};
-  if (kSame.contains(op) && !is_random(node)) return parts;
+  const bool same = keeps_values(op) || one_of(op, {"dropout", "feature_dropout", "alpha_dropout"});
+  if (same && !is_random(node)) return parts;
   const bool numbers_only = std::none_of(node.inputs.begin(), node.inputs.end(), [&](const graph::NamedArgument& a) {
     const auto names = graph::value_names(a.value);
     return !names.empty() && names != std::vector<std::string>{self};

@@ -37,7 +37,7 @@ std::optional<Rewriter::SharedWeight> Rewriter::shared_weight(const std::string&
   at::Tensor& t = base->contents;
   const auto rank = static_cast<int>(t.dim());
   const std::string op = aten_name(node.target);
-  if (op == "alias" || op == "detach" || op == "clone" || op == "contiguous" || op == "lift_fresh_copy") return base;
+  if (keeps_values(op)) return base;
   if (op == "t" && rank == 2) {
     t = t.transpose(0, 1);
     return base;

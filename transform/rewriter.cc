@@ -125,9 +125,7 @@ void Rewriter::visit(const Node& node) {
   }
   const std::string name = aten_name(node.target);
   if (name.find("batch_norm") != std::string::npos) {
-    const Argument* flag = node.find("training");
-    const auto* training = flag != nullptr ? std::get_if<bool>(flag) : nullptr;
-    if ((training != nullptr && *training) || name == "_native_batch_norm_legit_functional") {
+    if (boolean_argument(node, "training") == true || name == "_native_batch_norm_legit_functional") {
       report_.warnings.push_back(fmt::format(
           "{} ({}) uses the statistics of the batch: it stays on the candidate batch, and a candidate's score depends "
           "on the others in it, as in the original",

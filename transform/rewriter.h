@@ -224,8 +224,8 @@ class Rewriter {
   std::map<std::string, std::string> weights_made_;
   std::map<std::string, std::vector<const graph::Node*>> readers_;  // of the original's values
   std::set<std::string> candidate_dependent_;
-  std::set<std::string> totals_;                    // symbols of the numbers of values in request-only bags
-  std::map<std::string, std::string> bag_offsets_;  // offsets of such bags -> the symbol of their values
+  std::set<std::string> totals_;                              // symbols of the numbers of values in request-only bags
+  std::map<std::string, std::set<std::string>> bag_offsets_;  // offsets of such bags -> the symbols of their values
   // What is being placed, for the report's "why".
   const graph::Node* consumer_ = nullptr;
   std::string reason_;

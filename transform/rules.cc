@@ -8,10 +8,45 @@ namespace ikbo::transform {
 using graph::Argument;
 using graph::Expr;
 
-const std::string* RuleInput::tensor(std::string_view argument) const {
-  const Argument* a = find(argument);
+const std::string* tensor_argument(const graph::Node& node, std::string_view argument) {
+  const Argument* a = node.find(std::string(argument));
   const auto* t = a != nullptr ? std::get_if<graph::TensorArg>(a) : nullptr;
   return t != nullptr ? &t->name : nullptr;
+}
+
+std::optional<std::int64_t> integer_argument(const graph::Node& node, std::string_view argument) {
+  const Argument* a = node.find(std::string(argument));
+  if (a == nullptr) return std::nullopt;
+  if (const auto* i = std::get_if<std::int64_t>(a)) return *i;
+  const auto* s = std::get_if<graph::SymInt>(a);
+  const auto* i = s != nullptr ? std::get_if<std::int64_t>(&s->value) : nullptr;
+  return i != nullptr ? std::optional(*i) : std::nullopt;
+}
+
+std::optional<bool> boolean_argument(const graph::Node& node, std::string_view argument) {
+  const Argument* a = node.find(std::string(argument));
+  if (a == nullptr) return std::nullopt;
+  if (const auto* b = std::get_if<bool>(a)) return *b;
+  const auto* s = std::get_if<graph::SymBoolArg>(a);
+  const auto* b = s != nullptr ? std::get_if<bool>(&s->value) : nullptr;
+  return b != nullptr ? std::optional(*b) : std::nullopt;
+}
+
+bool is_written_with(const graph::Json& scalar, const std::string& symbol) {
+  // {"as_expr": {"expr_str": "Eq(Symbol('u0', integer=True), Integer(3))", ...}}: relations and fractions are no Expr.
+  return scalar.dump().find("Symbol('" + symbol + "'") != std::string::npos;
+}
+
+bool keeps_values(std::string_view op) {
+  return one_of(op, {"alias", "detach", "clone", "contiguous", "lift_fresh_copy"});
+}
+
+bool keeps_order(std::string_view op) {
+  return keeps_values(op) || one_of(op, {"view", "reshape", "_unsafe_view", "flatten", "unsqueeze", "squeeze"});
+}
+
+const std::string* RuleInput::tensor(std::string_view argument) const {
+  return tensor_argument(node_, argument);
 }
 
 std::vector<std::string> RuleInput::tensors(std::string_view argument) const {
@@ -56,14 +91,12 @@ bool RuleInput::shared(std::string_view argument) const {
 }
 
 std::optional<std::int64_t> RuleInput::integer(std::string_view argument) const {
+  if (const auto constant = integer_argument(node_, argument)) return constant;
   const Argument* a = find(argument);
-  if (a == nullptr) return std::nullopt;
-  if (const auto* i = std::get_if<std::int64_t>(a)) return *i;
-  if (const auto* s = std::get_if<graph::SymInt>(a)) {
-    if (const auto* i = std::get_if<std::int64_t>(&s->value)) return *i;
-    if (const auto it = graph_.sym_ints.find(*s->name()); it != graph_.sym_ints.end()) return it->second.as_integer();
-  }
-  return std::nullopt;
+  const auto* s = a != nullptr ? std::get_if<graph::SymInt>(a) : nullptr;
+  if (s == nullptr) return std::nullopt;
+  const auto it = graph_.sym_ints.find(*s->name());
+  return it != graph_.sym_ints.end() ? it->second.as_integer() : std::nullopt;
 }
 
 std::optional<std::vector<std::int64_t>> RuleInput::integers(std::string_view argument) const {
@@ -83,13 +116,7 @@ std::optional<std::vector<std::int64_t>> RuleInput::integers(std::string_view ar
 }
 
 std::optional<bool> RuleInput::boolean(std::string_view argument) const {
-  const Argument* a = find(argument);
-  if (a == nullptr) return std::nullopt;
-  if (const auto* b = std::get_if<bool>(a)) return *b;
-  if (const auto* s = std::get_if<graph::SymBoolArg>(a)) {
-    if (const auto* b = std::get_if<bool>(&s->value)) return *b;
-  }
-  return std::nullopt;
+  return boolean_argument(node_, argument);
 }
 
 std::optional<double> RuleInput::number(std::string_view argument) const {
@@ -226,11 +253,7 @@ bool is_random(const graph::Node& node) {
                                                           "random"};
   const std::string name = aten_name(node.target);
   if (kAlways.contains(name)) return true;
-  const auto flag = [&](const char* argument) {
-    const Argument* a = node.find(argument);
-    const auto* b = a != nullptr ? std::get_if<bool>(a) : nullptr;
-    return b != nullptr && *b;
-  };
+  const auto flag = [&](const char* argument) { return boolean_argument(node, argument) == true; };
   if (name.find("dropout") != std::string::npos) return flag("train") || node.find("train") == nullptr;
   if (name == "rrelu") return flag("training");
   if (name == "scaled_dot_product_attention") {

@@ -80,6 +80,18 @@ std::string aten_overload(std::string_view target);
 
 bool one_of(std::string_view op, std::initializer_list<std::string_view> names);
 
+/// What a node is given for an argument; nothing where it is absent, another kind, or known at run time alone.
+const std::string* tensor_argument(const graph::Node& node, std::string_view argument);
+std::optional<std::int64_t> integer_argument(const graph::Node& node, std::string_view argument);
+std::optional<bool> boolean_argument(const graph::Node& node, std::string_view argument);
+/// Whether a symbolic float or Boolean, kept as the archive has it, is written with the symbol.
+bool is_written_with(const graph::Json& scalar, const std::string& symbol);
+
+/// Operators (by name without overload) of one tensor that give its entries in their order. With its sizes too:
+bool keeps_values(std::string_view op);
+/// Perhaps with others. `view` to another type is among them: no such view keeps the entries.
+bool keeps_order(std::string_view op);
+
 /// The rule of an operator's family; nullptr where there is none.
 const Rule* find_rule(std::string_view target);
 
@@ -94,7 +106,7 @@ bool is_random(const graph::Node& node);
 /// Writes into an operand ("relu_", "index_put_").
 bool is_in_place(std::string_view target);
 
-/// "bi,oi->bo" apart; nothing where the equation has dots or no arrow.
+/// "bi,oi->bo" apart, with letters in place of dots; nothing where the equation has no arrow.
 struct Einsum {
   std::vector<std::string> terms;
   std::string result;

@@ -161,6 +161,36 @@ RuleResult recurrence(const RuleInput& in) {
   return results;
 }
 
+// Letters in place of dots: they stand for the dimensions that a term has no letter for, aligned from the right.
+bool spell_dots(const RuleInput& in, Einsum& equation, const std::string& used) {
+  constexpr std::string_view kDots = "...";
+  const auto operands = in.tensors("tensors");
+  if (operands.size() != equation.terms.size()) return false;
+  std::vector<std::size_t> counts;  // of dimensions that each term's dots stand for
+  for (std::size_t i = 0; i < operands.size(); ++i) {
+    const std::string& term = equation.terms[i];
+    const auto rank = static_cast<std::size_t>(in.rank(operands[i]));
+    const std::size_t letters = term.size() - (term.find(kDots) == std::string::npos ? 0 : kDots.size());
+    if (letters > rank) return false;
+    counts.push_back(rank - letters);
+  }
+  const std::size_t most = *std::max_element(counts.begin(), counts.end());
+  std::string spelled;
+  for (const char c : std::string_view("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ")) {
+    if (spelled.size() < most && used.find(c) == std::string::npos) spelled.push_back(c);
+  }
+  if (spelled.size() < most) return false;
+  const auto spell = [&](std::string& term, std::size_t count) {
+    const std::size_t at = term.find(kDots);
+    if (at != std::string::npos) term.replace(at, kDots.size(), spelled.substr(most - count));
+    return term.find('.') == std::string::npos;
+  };
+  for (std::size_t i = 0; i < operands.size(); ++i) {
+    if (!spell(equation.terms[i], counts[i])) return false;
+  }
+  return spell(equation.result, most);
+}
+
 }  // namespace
 
 std::optional<Einsum> parse_einsum(const RuleInput& in) {
@@ -170,7 +200,7 @@ std::optional<Einsum> parse_einsum(const RuleInput& in) {
   std::string equation;
   std::copy_if(text->begin(), text->end(), std::back_inserter(equation), [](char c) { return c != ' '; });
   const std::size_t arrow = equation.find("->");
-  if (arrow == std::string::npos || equation.find('.') != std::string::npos) return std::nullopt;
+  if (arrow == std::string::npos) return std::nullopt;
   Einsum parsed{{std::string()}, equation.substr(arrow + 2)};
   for (const char c : equation.substr(0, arrow)) {
     if (c == ',') {
@@ -179,6 +209,7 @@ std::optional<Einsum> parse_einsum(const RuleInput& in) {
       parsed.terms.back().push_back(c);
     }
   }
+  if (equation.find('.') != std::string::npos && !spell_dots(in, parsed, equation)) return std::nullopt;
   return parsed;
 }
 

@@ -33,9 +33,7 @@ const std::string* identity_of(const Graph& graph, const Node& node) {
       !graph::is_floating(before.dtype) && !graph::is_integral(before.dtype) && before.dtype != graph::DType::kBool;
   if (!same || complex) return nullptr;
   if (node.target == "torch.ops.aten.slice.Tensor") {
-    const Argument* step = node.find("step");
-    const auto* every = step != nullptr ? std::get_if<std::int64_t>(step) : nullptr;
-    if (step != nullptr && (every == nullptr || *every != 1)) return nullptr;
+    if (node.find("step") != nullptr && integer_argument(node, "step") != 1) return nullptr;
   }
   return node.target == "torch.ops.aten.view.dtype" ? nullptr : &self->name;
 }

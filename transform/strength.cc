@@ -226,13 +226,12 @@ class Strength : GraphEditor {
     const auto repeats = makers_.find(value);
     if (repeats == makers_.end() || repeats->second.target != "torch.ops.aten.repeat_interleave.self_int")
       return std::nullopt;
-    const Argument* times = repeats->second.find("repeats");
-    const auto* count = times != nullptr ? std::get_if<std::int64_t>(times) : nullptr;
+    const auto count = integer_argument(repeats->second, "repeats");
     const std::string source = graph::input_names(repeats->second)[0];
     const auto numbers = makers_.find(source);
     const bool from_zero = numbers != makers_.end() && numbers->second.target == "torch.ops.aten.arange.default";
-    if (count == nullptr || !from_zero || !(sizes(source) == std::vector<Expr>{rows})) return std::nullopt;
-    return *count;
+    if (!from_zero || !(sizes(source) == std::vector<Expr>{rows})) return std::nullopt;
+    return count;
   }
 
   // The matrix (rows, length) that a vector is, row after row.
@@ -253,10 +252,8 @@ class Strength : GraphEditor {
     const auto names = graph::input_names(node);
     return std::any_of(names.begin(), names.end(), [&](const std::string& name) {
       if (!graph_.sym_bools.contains(name)) return false;
-      const std::string expression = graph_.sym_bools.at(name).dump();
-      return std::any_of(unbacked_.begin(), unbacked_.end(), [&](const auto& known) {
-        return expression.find("Symbol('" + known.first + "'") != std::string::npos;
-      });
+      return std::any_of(unbacked_.begin(), unbacked_.end(),
+                         [&](const auto& known) { return is_written_with(graph_.sym_bools.at(name), known.first); });
     });
   }
 

@@ -142,8 +142,7 @@ Result transform(const graph::Archive& given, const Options& options) {
     return transform(without, options);
   }
   check_understood(given.program);
-  graph::Archive archive = given;
-  archive.program.graph = even_bags(given.program.graph);
+  graph::Archive archive = even_bags(given);
   const Program& program = archive.program;
   const auto inputs = graph::user_inputs(program);
   RequestOnly request_only = select_request_only(program, inputs, options.request_only);

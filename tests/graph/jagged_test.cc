@@ -40,6 +40,22 @@ TEST(Jagged, WrongOffsetsAreNamed) {
   EXPECT_NE(message(kWithEnd, {}).find("is empty"), std::string::npos);
 }
 
+TEST(Jagged, OffsetsMayLeaveOutValues) {
+  EXPECT_NO_THROW(check_offsets(kWithEnd, vector({0, 2, 2}).to(at::kInt), 3));
+  EXPECT_NO_THROW(check_offsets(kWithoutEnd, vector({}), 0));
+  EXPECT_THROW(check_offsets(kWithEnd, vector({0, 2, 4}), 3), Error);
+  EXPECT_THROW(check_offsets(kWithoutEnd, vector({0, 2, 1}), 3), Error);
+  EXPECT_THROW(check_offsets(kWithEnd, vector({}), 0), Error);
+}
+
+TEST(Jagged, ValuesOfTheSameBagsHaveOneLength) {
+  const JaggedInput two{{"ids", "kinds"}, "offsets", true};
+  EXPECT_THROW(select_bags(two, {{vector({7, 8}), vector({1})}, vector({0, 2})}, vector({0})), Error);
+  const JaggedRows unread = select_bags({{}, "offsets", true}, {{}, vector({5, 3})}, vector({0, 0, 0}));
+  EXPECT_TRUE(unread.values.empty());
+  EXPECT_TRUE(at::equal(unread.offsets, vector({0, 0, 0, 0})));
+}
+
 TEST(Jagged, BagsAreSelectedInAnyOrder) {
   const std::vector<at::Tensor> values{vector({7, 8, 9}), at::tensor({0.5, 1.5, 2.5})};
   const JaggedRows chosen = select_bags(kWithEnd, {values, vector({0, 2, 2, 3}).to(at::kInt)}, vector({2, 0, 1, 0}));

@@ -36,6 +36,10 @@ def needs_inductor():
         pytest.skip("needs Python.h")
 
 
+def pytest_configure():
+    _seed()  # before pytest-xdist starts its workers, which inherit it
+
+
 def pytest_report_header():
     return f"ikbo random seed: {_seed()} (repeat with IKBO_TEST_SEED)"
 

@@ -170,6 +170,12 @@ FORMS = {
         x["item_dense"] * torch.einsum("ld,le->de", x["user_seq"][0], m.small(x["user_seq"][0]))[1]
     ).sum(1),
     "einsum to a number": lambda m, x: x["item_dense"].sum(1) * torch.einsum("ld,ld->", x["user_seq"][0], m.small(x["user_seq"][0])),
+    "einsum with dots": lambda m, x: (
+        torch.einsum("...k,ok->...o", x["item_dense"], m.small.weight) * torch.einsum("...k,ok->...o", x["user_dense"], m.small.weight)
+    ).sum(1),
+    "einsum with dots over the only row": lambda m, x: torch.einsum("...d,bd->b...", x["user_dense"], x["item_dense"]).squeeze(1),
+    "einsum with dots for a history": lambda m, x: torch.einsum("...ld,bd->...lb", x["user_seq"], x["item_dense"])[0].amax(0),
+    "einsum with dots of several lengths": lambda m, x: torch.einsum("...d,...d->...", x["item_fields"], x["user_dense"]).sum(1),
     "bmm with the only matrix": lambda m, x: torch.bmm(x["item_dense"].unsqueeze(0), x["user_seq"].transpose(1, 2))[0].amax(1),
     "attention over a batch of one": lambda m, x: F.scaled_dot_product_attention(
         x["item_fields"].unsqueeze(1), x["user_seq"].unsqueeze(1), m.small(x["user_seq"]).unsqueeze(1)).sum((1, 2, 3)),
@@ -197,7 +203,7 @@ FORMS = {
 REFUSED = {
     "einsum of candidates with each other": lambda m, x: torch.einsum("bd,cd->bc", x["item_dense"], x["item_dense"] * x["user_dense"])[:, :1],
     "einsum over the candidates": lambda m, x: torch.einsum("bd,bd->d", x["item_dense"], x["user_dense"]) * x["item_dense"],
-    "einsum with dots": lambda m, x: torch.einsum("...d,bd->b...", x["user_dense"], x["item_dense"]),
+    "einsum with dots that sums over candidates": lambda m, x: torch.einsum("...d,...d->d", x["item_dense"], x["user_dense"]) * x["item_dense"],
     "attention between candidates": lambda m, x: F.scaled_dot_product_attention(
         x["item_dense"].unsqueeze(0), x["item_dense"].unsqueeze(0) * x["user_dense"], x["item_dense"].unsqueeze(0)).squeeze(0),
     "a number shown": lambda m, x: x["user_seq"].sum(),

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import ikbo  # noqa: F401 - torch.export.load needs the operators
+from test_runtime import run, write_inputs
 from transform_checks import MODES, command, roles
 
 VOCABULARY, WIDTH, ROWS = 11, 4, 5
@@ -217,6 +218,123 @@ def test_requests_give_lists(tmp_path):
     assert "expected 2 lists, given 3" in message(lambda r: (r["candidates"]["item_values"].pop(), r["candidates"]["item_weights"].pop()))
     assert "is not given" in message(lambda r: r["user"].update(user_offsets=[0, 2]))
     assert "'user_values'[1] is 11" in message(lambda r: r["user"]["user_values"].__setitem__(1, VOCABULARY))
+
+
+def joined(folder, path, inputs):
+    """Runs an archive on inputs that are joined already."""
+    return run(path, [write_inputs(folder / "joined", inputs)])
+
+
+def test_offsets_of_joined_inputs_are_checked(tmp_path):
+    model, path, out = Bags(FORMS["weights given"], FORMS["without the end"]), tmp_path / "m.pt2", tmp_path / "m.out.pt2"
+    export(model, draw(ROWS, ROWS), path)
+    assert transform(path, out)[0] == 0
+    x, index = draw(3, ROWS), torch.tensor([2, 0, 1, 1, 0], dtype=torch.int32)
+
+    def message(**changed):
+        assert changed.keys() <= x.keys()
+        result = joined(tmp_path, out, [*({**x, **changed}).values(), index])
+        return "" if result.returncode == 0 else result.stderr
+
+    assert message() == ""
+    values = len(x["user_values"])
+    x["user_offsets"] = torch.tensor([0, 1, 2, values])
+    assert message() == ""
+    assert message(user_offsets=torch.tensor([0, 1, 1, values - 1])) == "", "values behind the last bag are left out"
+    assert "'user_offsets' begins with 1" in message(user_offsets=torch.tensor([1, 1, 2, values]))
+    assert "'user_offsets' has 1 after 2 at position 2" in message(user_offsets=torch.tensor([0, 2, 1, values]))
+    assert f"there are {values} values" in message(user_offsets=torch.tensor([0, 1, 2, values + 1]))
+    assert "'user_starts' has -1 after 0" in message(user_starts=torch.tensor([0, -1, 0], dtype=torch.int32))
+    assert "'item_offsets' has 0 after 1" in message(item_offsets=torch.tensor([0, 1, 0, 1, 1, 2]))
+
+
+class ManyValues(nn.Module):
+    """Several lists of one length each: an id and its kind, with their own sizes in the export."""
+
+    def __init__(self):
+        super().__init__()
+        self.ids, self.layer = nn.Embedding(VOCABULARY, WIDTH), nn.Linear(3 * WIDTH, 1)
+
+    def forward(self, x):
+        def one(side, name):
+            return F.embedding_bag(x[f"{side}_{name}"], self.ids.weight, x[f"{side}_offsets"], mode="mean", include_last_offset=True)
+
+        items = one("item", "values") * one("item", "kinds") + x["item_dense"]
+        return self.layer(torch.cat([one("user", "values"), one("user", "kinds"), items * x["user_dense"]], 1)).squeeze(1)
+
+
+def many_values(users, candidates):
+    x = {k: v for k, v in draw(users, candidates).items() if k.endswith(("values", "offsets", "dense"))}
+    return x | {f"{side}_kinds": torch.randint(VOCABULARY, x[f"{side}_values"].shape) for side in ("user", "item")}
+
+
+def test_several_values_of_the_same_bags(tmp_path):
+    model, path, out = ManyValues(), tmp_path / "m.pt2", tmp_path / "m.out.pt2"
+    kinds = {f"{side}_kinds": {0: torch.export.Dim(f"k_{side}")} for side in ("user", "item")}
+    export(model, many_values(ROWS, ROWS), path, dynamic=kinds)
+    for mode in MODES:
+        code, text = transform(path, out, mode)
+        assert code == 0, text
+        module = torch.export.load(out).module()
+        for users, index in MAPPINGS.values():
+            x, index = many_values(users, len(index)), torch.tensor(index, dtype=torch.int32)
+            bounds = x["user_offsets"]
+            mine = [torch.arange(bounds[u], bounds[u + 1]) for u in index]
+            copied = {k: x[k][torch.cat(mine)] for k in ("user_values", "user_kinds")} | {"user_dense": x["user_dense"][index]}
+            copied["user_offsets"] = torch.tensor([0] + [len(m) for m in mine]).cumsum(0)
+            with torch.no_grad():
+                torch.testing.assert_close(module(x, index), model({**x, **copied}), rtol=1e-12, atol=1e-12)
+        verified = command("verify", path, out)
+        assert verified.returncode == 0, verified.stdout + verified.stderr
+    spec = json.loads(command("spec", out, "--json").stdout)
+    assert sorted(sorted(j["values"]) for j in spec["jagged"]) == [[f"x_{side}_kinds", f"x_{side}_values"] for side in ("item", "user")]
+    x = many_values(3, 4)
+    x["item_kinds"] = x["item_kinds"][1:]
+    result = joined(tmp_path, out, [*x.values(), torch.tensor([0, 1, 2, 0], dtype=torch.int32)])
+    assert result.returncode == 2 and "and they are of the same bags ('item_offsets')" in result.stderr
+    requests = [{"user": {"user_values": [1, 2], "user_kinds": [3], "user_dense": [0.0] * WIDTH},
+                 "candidates": {"item_values": [[1]], "item_kinds": [[2]], "item_dense": [[0.0] * WIDTH]}}]  # fmt: skip
+    (tmp_path / "r.json").write_text(json.dumps({"requests": requests}))
+    result = command("score", out, "--requests", tmp_path / "r.json")
+    assert result.returncode == 2 and "they belong together" in result.stderr
+    requests[0]["user"]["user_kinds"] = [3, 4]
+    (tmp_path / "r.json").write_text(json.dumps({"requests": requests}))
+    assert command("score", out, "--requests", tmp_path / "r.json").returncode == 0
+
+
+def test_bags_that_nothing_reads(tmp_path):
+    class Unread(Bags):
+        def forward(self, x):
+            return self.layer(torch.cat([x["user_dense"], x["item_dense"], x["user_dense"] * x["item_dense"]], 1))
+
+    model, path, out = Unread(), tmp_path / "m.pt2", tmp_path / "m.out.pt2"
+
+    def inputs(users, candidates):
+        return {k: v for k, v in draw(users, candidates).items() if not k.endswith(("tags", "starts", "weights"))}
+
+    export(model, inputs(ROWS, ROWS), path)
+    for request_only in ("user_*", "user_dense"):
+        for mode in MODES:
+            code, text = transform(path, out, mode, request_only)
+            assert code == 0, text
+            module = torch.export.load(out).module()
+            x, index = inputs(3, 4), torch.tensor([2, 0, 0, 1], dtype=torch.int32)
+            x["user_offsets"] = x["user_offsets"] if request_only == "user_*" else x["item_offsets"]
+            with torch.no_grad():
+                expected = model({**x, "user_dense": x["user_dense"][index]})
+                torch.testing.assert_close(module(x, index), expected, rtol=1e-12, atol=1e-12)
+            ran = joined(tmp_path, out, [*x.values(), index])
+            assert ran.returncode == 0, ran.stderr
+            verified = command("verify", path, out)
+            assert verified.returncode == 0, verified.stdout + verified.stderr
+        lists = {"user_values": [3, 4, 5], "item_values": [1, 2]}
+        request = {"user": {"user_dense": x["user_dense"][0].tolist()}, "candidates": {"item_dense": x["item_dense"].tolist()}, "shared": lists}
+        (tmp_path / "r.json").write_text(json.dumps({"requests": [request]}))
+        scored = command("score", out, "--requests", tmp_path / "r.json", "--json")
+        assert scored.returncode == 0, scored.stderr
+        with torch.no_grad():
+            expected = model({**x, "user_dense": x["user_dense"][[0] * 4]})
+        torch.testing.assert_close(torch.tensor(json.loads(scored.stdout)["requests"][0]["scores"], dtype=torch.double), expected)
 
 
 REFUSED = {
