@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <array>
 #include <limits>
 
 #include "kernels/hopper/tensor_map.h"
@@ -196,22 +197,35 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
   }
   constexpr double kLog2OfE = 1.4426950408889634;
   params.problem = problem;
+  const bool packed = problem.kv_offsets != nullptr;
+  // Behind the last of queries of 16 bits whose dimensions, but the innermost, have these sizes and strides.
+  const auto end_of = [&](const void* q, std::array<int64_t, 3> sizes, std::array<int64_t, 3> strides) -> const void* {
+    int64_t elements = problem.head_dim;
+    for (size_t i = 0; i < sizes.size(); ++i) {
+      elements += std::max<int64_t>(sizes[i] - 1, 0) * std::max<int64_t>(strides[i], 0);
+    }
+    return q == nullptr ? nullptr : static_cast<const uint16_t*>(q) + elements;
+  };
   params.rows_of_candidate = rows_of_candidate(problem);
   params.queries[kTarget] = {.q = problem.q,
+                             .end = end_of(problem.q, {problem.candidates, problem.seeds, problem.q_heads},
+                                           {problem.q_candidate_stride, problem.q_seed_stride, problem.q_head_stride}),
                              .owner_stride = problem.q_candidate_stride,
                              .row_stride = problem.q_seed_stride,
                              .head_stride = problem.q_head_stride,
                              .out = problem.out,
                              .logsumexp = problem.logsumexp,
                              .rows_of_owner = static_cast<uint32_t>(problem.seeds)};
-  const bool packed = problem.kv_offsets != nullptr;
-  params.queries[kSelf] = {.q = problem.self_q,
-                           .owner_stride = packed ? 0 : problem.self_q_user_stride,
-                           .row_stride = problem.self_q_row_stride,
-                           .head_stride = problem.self_q_head_stride,
-                           .out = problem.self_out,
-                           .logsumexp = problem.self_logsumexp,
-                           .rows_of_owner = packed ? 0 : static_cast<uint32_t>(problem.length)};
+  params.queries[kSelf] = {
+      .q = problem.self_q,
+      .end = end_of(problem.self_q, {packed ? 1 : problem.users, problem.length, problem.q_heads},
+                    {packed ? 0 : problem.self_q_user_stride, problem.self_q_row_stride, problem.self_q_head_stride}),
+      .owner_stride = packed ? 0 : problem.self_q_user_stride,
+      .row_stride = problem.self_q_row_stride,
+      .head_stride = problem.self_q_head_stride,
+      .out = problem.self_out,
+      .logsumexp = problem.self_logsumexp,
+      .rows_of_owner = packed ? 0 : static_cast<uint32_t>(problem.length)};
   params.group = static_cast<int32_t>(group_of(problem));
   params.rows_by_vectors =
       problem.head_dim % kAlignedElements == 0 && aligned(problem.out) && aligned(problem.self_out);

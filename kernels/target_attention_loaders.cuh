@@ -68,11 +68,11 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
 }
 
 // ---- Two warps gather the query rows of a tile, wherever their candidates stand: each the 64 rows of a warpgroup.
-// Rows i * 32 to i * 32 + 31 of a half, of which every lane knows one. Where rows begin anywhere, the 16 bytes are
-// copied in which they lie, and whoever multiplies moves them.
+// Rows i * 32 to i * 32 + 31 of a half, of which every lane knows one. Behind `end` there may be no memory. Where rows
+// begin anywhere, the 16 bytes are copied in which they lie, and whoever multiplies moves them.
 template <typename T, int DIM, int KEYS, bool SHIFTED>
 __device__ __forceinline__ void copy_queries(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory,
-                                             int slot, int i, const T* query) {
+                                             int slot, int i, const T* query, const T* end) {
   using namespace hopper;
   constexpr int kChunksOfRow = DIM / kVector;
   constexpr int kLanesOfRow = kChunksOfRow < 32 ? kChunksOfRow : 32;
@@ -81,12 +81,16 @@ __device__ __forceinline__ void copy_queries(const AttentionParams& params, Atte
   const int lane = static_cast<int>(threadIdx.x) % 32;
   const int chunk = lane % kLanesOfRow;
   const int row_bytes = static_cast<int>(params.problem.head_dim) * static_cast<int>(sizeof(T));
-  // Nothing is read of what `bytes` does not count; the address must be one all the same.
-  const auto copy = [&](const T* to, uint64_t row, int of_row) {
+  // Nothing is read of what `bytes` does not count; the address must be one all the same, of 16 bytes that exist.
+  const auto copy = [&](T* to, uint64_t row, int of_row) {
     const int shift = SHIFTED ? static_cast<int>(row % kBytes) : 0;
     const int bytes = min(max(shift + row_bytes - of_row * static_cast<int>(kBytes), 0), static_cast<int>(kBytes));
     const bool reads = row != 0 && bytes > 0;
     const auto from = reinterpret_cast<const T*>(row - shift) + of_row * kVector;
+    if (SHIFTED && reads && from + kVector > end) {
+      for (int e = 0; e < kVector; ++e) to[e] = e * static_cast<int>(sizeof(T)) < bytes ? from[e] : T(0.0f);
+      return;
+    }
     cp_async_16(shared_address(to), reads ? from : static_cast<const T*>(params.problem.k), reads ? bytes : 0);
   };
 #pragma unroll 4
@@ -119,6 +123,8 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
     PackedPlace place[2];
 #pragma unroll
     for (int i = 0; i < 2; ++i) place[i] = place_packed_row(params, tile, first + i * 32 + lane);
+    const auto end =
+        static_cast<const T*>(tile.queries == kTarget ? params.queries[kTarget].end : params.queries[kSelf].end);
     uint32_t out_row[2];
     const T* query[2];
 #pragma unroll
@@ -132,7 +138,7 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
     for (int i = 0; i < 2; ++i) {
       memory.out_row[half.slot][i * 32 + lane] = out_row[i];
       if (!reads_any) continue;
-      copy_queries<T, DIM, KEYS, SHIFTED>(params, memory, half.slot, i, query[i]);
+      copy_queries<T, DIM, KEYS, SHIFTED>(params, memory, half.slot, i, query[i], end);
     }
     if (reads_any) {
       cp_async_wait_all();

@@ -32,6 +32,7 @@ constexpr int kTarget = 0;
 constexpr int kSelf = 1;
 struct AttentionQueries {
   const void* q;         // null: there are none
+  const void* end;       // behind the last element of the last of them
   int64_t owner_stride;  // of a candidate, or of a user (0 where histories are packed)
   int64_t row_stride;    // of a seed, or of a row of the history
   int64_t head_stride;
