@@ -46,7 +46,7 @@ class AttentionCall(ctypes.Structure):
 class Ours:
     """Calls of the library on fixed tensors; the results are in out and lse, and in self_out and self_lse."""
 
-    library = None
+    kernels = None
 
     def __init__(self, q, k, v, index, lengths=None, offsets=None, generic=False, with_lse=False, q_self=None):
         candidates, seeds, q_heads, dim = q.shape
@@ -68,18 +68,18 @@ class Ours:
             call.self_logsumexp = self.self_lse.data_ptr() if with_lse else None
         call.type, call.generic = SCALAR_TYPES[q.dtype], generic
         if not generic:
-            size = self.checked(self.library.ikbo_attention(ctypes.byref(call)))
+            size = self.checked(self.kernels.ikbo_attention(ctypes.byref(call)))
             self.workspace = torch.full((size,), 0xA5, device="cuda", dtype=torch.uint8)
             call.workspace, call.workspace_bytes = self.workspace.data_ptr(), size
 
     def checked(self, status):
         if status < 0:
-            raise RuntimeError(self.library.ikbo_attention_error().decode())
+            raise RuntimeError(self.kernels.ikbo_attention_error().decode())
         return status
 
     def __call__(self):
         self.call.stream = torch.cuda.current_stream().cuda_stream
-        self.checked(self.library.ikbo_attention(ctypes.byref(self.call)))
+        self.checked(self.kernels.ikbo_attention(ctypes.byref(self.call)))
 
 
 def check_case(seed, generator):
@@ -310,7 +310,7 @@ def cases_of(kinds, lengths):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--library", required=True)
+    parser.add_argument("--library", dest="kernels", required=True)
     parser.add_argument("--peers", default="")
     parser.add_argument("--json", required=True)
     parser.add_argument("--cases", default="even,uneven,self,seeds,shapes")
@@ -319,8 +319,8 @@ def main():
     parser.add_argument("--checks", type=int, default=60)
     options = parser.parse_args()
     torch.manual_seed(int.from_bytes(os.urandom(4), "little"))
-    Ours.library = ctypes.CDLL(options.library)
-    Ours.library.ikbo_attention.restype, Ours.library.ikbo_attention_error.restype = ctypes.c_int64, ctypes.c_char_p
+    Ours.kernels = ctypes.CDLL(options.kernels)
+    Ours.kernels.ikbo_attention.restype, Ours.kernels.ikbo_attention_error.restype = ctypes.c_int64, ctypes.c_char_p
     check(options.checks)
     peers = load_peers(options.peers) if options.peers else {}
     result = {
