@@ -1,7 +1,10 @@
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <limits>
+#include <numeric>
 
+#include "kernels/hopper/launch.h"
 #include "kernels/hopper/tensor_map.h"
 #include "kernels/target_attention.h"
 #include "kernels/target_attention_kernel.cuh"
@@ -80,17 +83,38 @@ size_t lay_out(const TargetAttentionProblem& p, void* base, AttentionWorkspace* 
   return end;
 }
 
+// The stride of a dimension of one element may be anything, but must be legal.
+int64_t legal_stride(int64_t stride, int64_t size) {
+  return size <= 1 ? kAlignedElements : stride;
+}
+
 // Keys or values, in boxes of 64 elements of D by `keys` rows.
 CUtensorMap history_map(const TargetAttentionProblem& p, const void* pointer, int64_t user_stride, int64_t row_stride,
                         int64_t head_stride, int keys) {
   const bool packed = p.kv_offsets != nullptr;
   const int64_t users = packed ? 1 : p.users;
-  // The stride of a dimension of one element may be anything, but must be legal.
-  const auto legal = [](int64_t stride, int64_t size) { return size <= 1 ? kAlignedElements : stride; };
   return hopper::tensor_map_16_bit(
       pointer, p.type == ScalarType::kFloat16, {p.head_dim, p.length, p.kv_heads, users},
-      {legal(row_stride, p.length), legal(head_stride, p.kv_heads), legal(user_stride, users)}, {kPanel, keys, 1, 1},
-      "target_attention");
+      {legal_stride(row_stride, p.length), legal_stride(head_stride, p.kv_heads), legal_stride(user_stride, users)},
+      {kPanel, keys, 1, 1}, "target_attention");
+}
+
+// The map of queries whose packed rows lie as (owners, rows of an owner, query heads), where it has boxes that tiles
+// are made of: every half of a tile begins at a multiple of kHalfRows of them, and an owner's rows at multiples of
+// `rows_of_owner` times the group.
+void make_query_map(AttentionParams& params, int queries, int64_t owners, int64_t rows, int64_t rows_of_owner) {
+  const TargetAttentionProblem& p = params.problem;
+  AttentionQueries& of = params.queries[queries];
+  const int64_t group = group_of(p);
+  const int64_t piece = std::gcd(rows_of_owner * group, int64_t{kHalfRows});
+  constexpr int64_t kLeastPiece = 4;  // smaller ones are copied faster by threads
+  if (of.q == nullptr || owners * rows == 0 || piece < kLeastPiece || piece % group != 0) return;
+  of.piece_bits = static_cast<int32_t>(std::countr_zero(static_cast<uint64_t>(piece)));
+  params.q[queries] = hopper::tensor_map_16_bit(
+      of.q, p.type == ScalarType::kFloat16, {p.head_dim, p.q_heads, rows, owners},
+      {legal_stride(of.head_stride, p.q_heads), legal_stride(of.row_stride, rows),
+       legal_stride(of.owner_stride, owners)},
+      {kPanel, static_cast<int>(group), static_cast<int>(piece / group), 1}, "target_attention");
 }
 
 // In turns, one warpgroup's weights are computed while the other one has the matrix unit. That pays where a block's
@@ -101,6 +125,11 @@ bool takes_turns(const TargetAttentionProblem& p) {
   return p.head_dim <= 64 || (p.head_dim <= 128 && p.length <= kShort * histories);
 }
 
+// Whether every CTA lists the tiles itself.
+bool makes_own_list(const TargetAttentionProblem& p) {
+  return p.self_q == nullptr && p.users <= kMostOwnUsers && p.candidates <= kMostOwnCandidates;
+}
+
 template <typename T, int DIM, int KEYS, bool SHIFTED>
 void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   const TargetAttentionProblem& p = params.problem;
@@ -108,25 +137,23 @@ void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
     params.k = history_map(p, p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride, KEYS);
     params.v = history_map(p, p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride, KEYS);
   }
-  set_up_attention(params, multiprocessors, stream);
+  const auto ctas = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most_tiles(p, params.tile_rows)));
+  using Memory = AttentionMemory<T, DIM, KEYS>;
+  if constexpr (!SHIFTED) {
+    make_query_map(params, kTarget, p.candidates, p.seeds, p.seeds);
+    // Rows behind a tile's last are the next history's, and not used.
+    make_query_map(params, kSelf, p.kv_offsets != nullptr ? 1 : p.users, p.length, kHalfRows);
+  }
+  params.makes_own_list = Memory::kHasOwnList && makes_own_list(p);
+  if (!params.makes_own_list) {
+    set_up_attention(params, multiprocessors, stream);
+  }
   const auto kernel = attention_kernel<T, DIM, KEYS, SHIFTED>;
-  constexpr size_t kBytes = sizeof(AttentionMemory<T, DIM, KEYS>) + 1024;  // and what aligns it
+  constexpr size_t kBytes = sizeof(Memory) + 1024;  // and what aligns it
   static_assert(kBytes <= 227 * 1024, "the memory of a CTA fits a multiprocessor");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes)),
         "cannot have the shared memory");
-  const auto ctas = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most_tiles(p, params.tile_rows)));
-  // It begins while the set-up runs, and waits for its end before it reads anything.
-  cudaLaunchAttribute attribute{};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = ctas;
-  config.blockDim = kAttentionThreads;
-  config.dynamicSmemBytes = kBytes;
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  check(cudaLaunchKernelEx(&config, kernel, params), "cannot launch");
+  check(hopper::launch_early(kernel, ctas, kAttentionThreads, kBytes, stream, params), "cannot launch");
 }
 
 template <typename T, bool SHIFTED>
@@ -137,7 +164,7 @@ void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   } else if (dim <= 128) {
     launch<T, 128, 128, SHIFTED>(params, multiprocessors, stream);
   } else {
-    launch<T, 256, 64, SHIFTED>(params, multiprocessors, stream);
+    launch<T, 256, 80, SHIFTED>(params, multiprocessors, stream);
   }
 }
 
@@ -206,7 +233,7 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
     }
     return q == nullptr ? nullptr : static_cast<const uint16_t*>(q) + elements;
   };
-  params.rows_of_candidate = rows_of_candidate(problem);
+  params.rows_of_candidate = rows_of_candidate(problem) > 0 ? divisor_of(rows_of_candidate(problem)) : Divisor{};
   params.queries[kTarget] = {.q = problem.q,
                              .end = end_of(problem.q, {problem.candidates, problem.seeds, problem.q_heads},
                                            {problem.q_candidate_stride, problem.q_seed_stride, problem.q_head_stride}),
@@ -215,6 +242,7 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
                              .head_stride = problem.q_head_stride,
                              .out = problem.out,
                              .logsumexp = problem.logsumexp,
+                             .piece_bits = -1,
                              .rows_of_owner = static_cast<uint32_t>(problem.seeds)};
   params.queries[kSelf] = {
       .q = problem.self_q,
@@ -225,8 +253,9 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
       .head_stride = problem.self_q_head_stride,
       .out = problem.self_out,
       .logsumexp = problem.self_logsumexp,
+      .piece_bits = -1,
       .rows_of_owner = packed ? 0 : static_cast<uint32_t>(problem.length)};
-  params.group = static_cast<int32_t>(group_of(problem));
+  params.group = divisor_of(group_of(problem));
   params.rows_by_vectors =
       problem.head_dim % kAlignedElements == 0 && aligned(problem.out) && aligned(problem.self_out);
   params.takes_turns = takes_turns(problem);

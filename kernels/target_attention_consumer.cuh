@@ -56,14 +56,20 @@ class Consumer {
         const int blocks = (work.kv_length + KEYS - 1) / KEYS;
         const int tail = work.kv_length - (blocks - 1) * KEYS;
         for (int i = 1; i < blocks; ++i) step(i, i + 1 == blocks, tail, s, o, weights, rows, work.slot);
-        const Work next = take_work();
-        chained = next.multiplies;
-        if (chained) {
-          chain(blocks, tail, s, o, weights, rows, work, next);
+        if constexpr (Memory::kChains) {
+          const Work next = take_work();
+          chained = next.multiplies;
+          if (chained) {
+            chain(blocks, tail, s, o, weights, rows, work, next);
+          } else {
+            finish(blocks, tail, next.kv_length > 0, o, weights, rows, work);
+          }
+          work = next;
         } else {
-          finish(blocks, tail, next.kv_length > 0, o, weights, rows, work);
+          chained = false;
+          finish(blocks, tail, false, o, weights, rows, work);
+          work = take_work();
         }
-        work = next;
       }
     }
   }

@@ -3,7 +3,8 @@
 // Four warps bring the data: one draws tiles, one copies blocks of keys and values (bulk copies), two gather the query
 // rows of the next tile. Two warpgroups of 64 rows each multiply: while one has the matrix unit, the other does its
 // softmax, and within a warpgroup the products with the values of one block run beside the softmax of the next. Tiles
-// follow each other without a gap: the last values of one are multiplied beside the first keys of the next.
+// follow each other without a gap, where there is room for two tiles' queries: the last values of one are multiplied
+// beside the first keys of the next.
 #pragma once
 
 #include "kernels/hopper/sync.h"
@@ -36,9 +37,27 @@ __global__ __launch_bounds__(kAttentionThreads,
       mbarrier_init(&memory.v_empty[i], kConsumerWarps);
     }
     fence_mbarrier_init();
+  } else if (threadIdx.x == 32) {
+    prefetch_tensor_map(&params.k);
+    prefetch_tensor_map(&params.v);
+    for (int i : {kTarget, kSelf}) {
+      if (params.queries[i].piece_bits >= 0) prefetch_tensor_map(&params.q[i]);
+    }
+  }
+  if constexpr (Memory::kHasOwnList) {
+    if (params.makes_own_list) clear_own_list(memory.own, memory.tile[0]);
   }
   __syncthreads();
+  // What is above may run while the launch before this one ends.
   grid_dependency_wait();
+  grid_dependency_launch();
+  if constexpr (Memory::kHasOwnList) {
+    if (params.makes_own_list) {
+      make_own_list(params, memory.own, memory.tile[0]);
+      __syncthreads();
+      if (threadIdx.x == 0) mbarrier_arrive(&memory.tile_full[0]);
+    }
+  }
   // All that the launch got. A thread that multiplies keeps D / 2 sums of its rows.
   constexpr int kLoaderRegisters = DIM > 128 ? 40 : 56, kConsumerRegisters = DIM > 128 ? 232 : 224;
   // Said by one lane, so that the compiler knows that a warp's branches on it do not part.
@@ -46,10 +65,8 @@ __global__ __launch_bounds__(kAttentionThreads,
   if (warpgroup == 0) {
     register_decrease<kLoaderRegisters>();
     if (threadIdx.x == 0) {
-      prefetch_tensor_map(&params.k);
-      prefetch_tensor_map(&params.v);
       produce<T, DIM, KEYS>(params, memory);
-    } else if (threadIdx.x == 32) {
+    } else if (threadIdx.x / 32 == 1) {
       draw_tiles<T, DIM, KEYS>(params, memory);
     } else if (threadIdx.x >= 64) {
       gather_queries<T, DIM, KEYS, SHIFTED>(params, memory, static_cast<int>(threadIdx.x) / 32 - 2);

@@ -5,27 +5,53 @@
 #include "kernels/hopper/mbarrier.h"
 #include "kernels/hopper/tensor_copy.h"
 #include "kernels/target_attention_memory.cuh"
+#include "kernels/target_attention_own_list.cuh"
 #include "kernels/target_attention_packed.cuh"
 
 namespace ikbo::kernels {
 
-// ---- One thread draws tiles, a tile ahead of the copies. It has a warp of its own: a draw takes longer than the
-// copies can wait.
+// ---- A warp draws tiles, a tile ahead of the copies: a draw takes longer than these can wait. Tiles of a list that
+// every CTA has made for itself are drawn by tickets, and its first one is out already; those of the list that was made
+// for all are drawn by a counter that was set then.
 template <typename T, int DIM, int KEYS>
 __device__ void draw_tiles(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory) {
   using namespace hopper;
+  using Memory = AttentionMemory<T, DIM, KEYS>;
+  const bool leads = threadIdx.x % 32 == 0;
+  const bool own = Memory::kHasOwnList && params.makes_own_list;
+  AttentionHeader* const header = params.workspace.header;
   RingPosition<kTileSlots> at;
-  const uint32_t tiles = params.workspace.header->tile_count;
+  uint32_t tiles = 0;
+  if constexpr (Memory::kHasOwnList) {
+    if (own) tiles = memory.own.tiles;
+  }
+  if (!own) tiles = header->tile_count;
+  // What every CTA begins with is not drawn.
+  const uint32_t drawn = tiles > gridDim.x ? tiles - gridDim.x : 0;
   uint32_t number = blockIdx.x;
   while (true) {
-    AttentionTile tile{};
-    if (number < tiles) tile = params.workspace.tiles[number];
-    memory.tile[at.slot] = tile;
-    mbarrier_arrive(&memory.tile_full[at.slot]);
-    if (tile.rows == 0) return;
+    if (!own || number != blockIdx.x) {
+      AttentionTile tile{};
+      if (number < tiles) {
+        if constexpr (Memory::kHasOwnList) {
+          if (own) tile = tile_of_own_list(params, memory.own, static_cast<int32_t>(number));
+        }
+        if (!own) tile = params.workspace.tiles[number];
+      }
+      if (leads) {
+        memory.tile[at.slot] = tile;
+        mbarrier_arrive(&memory.tile_full[at.slot]);
+      }
+    }
+    if (number >= tiles) break;
     at.advance();
     mbarrier_wait(&memory.tile_empty[at.slot], at.parity ^ 1);
-    number = gridDim.x + atomicAdd(&params.workspace.header->next_tile, 1u);
+    uint32_t ticket = drawn;
+    if (leads && drawn > 0) ticket = own ? draw_ticket(&header->tickets) : atomicAdd(&header->next_tile, 1u);
+    number = gridDim.x + __shfl_sync(0xffff'ffff, ticket, 0);
+  }
+  if (own && leads && drawn > 0 && leaves_tickets_last(&header->tickets, drawn, gridDim.x)) {
+    rewind_tickets(&header->tickets);
   }
 }
 
@@ -37,7 +63,7 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
   constexpr uint32_t kBlockBytes = sizeof(memory.k[0]);
   RingPosition<kTileSlots> at;
   RingPosition<kStages> stage;
-  bool is_first = true;
+  int number = 0;  // of this CTA's tiles so far
   while (true) {
     mbarrier_wait(&memory.tile_full[at.slot], at.parity);
     const AttentionTile tile = memory.tile[at.slot];
@@ -45,8 +71,7 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
     at.advance();
     static_assert(kTileSlots == 2, "the next slot is that of the tile before");
     // That is given back only now, so that no tile is drawn long before it is needed.
-    if (!is_first) mbarrier_arrive(&memory.tile_empty[at.slot]);
-    is_first = false;
+    if (number++ > 0) mbarrier_arrive(&memory.tile_empty[at.slot]);
     const int user = params.problem.kv_offsets != nullptr ? 0 : tile.user;
     for (int block = blocks_of(tile, KEYS) - 1; block >= 0; --block) {
       const int row = tile.kv_first + block * KEYS;
@@ -55,6 +80,10 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
       for (int panel = 0; panel < Memory::kPanels; ++panel) {
         tensor_load_4d(memory.k[stage.slot][panel], &params.k, &memory.k_full[stage.slot], panel * kPanel, row,
                        tile.kv_head, user);
+      }
+      if (number == 1 && block == blocks_of(tile, KEYS) - 1) {
+        // The first products wait for queries too: what is asked for now would come before them.
+        for (auto& full : memory.q_full) mbarrier_wait(&full[0], 0);
       }
       mbarrier_wait(&memory.v_empty[stage.slot], stage.parity ^ 1);
       mbarrier_arrive_expect_bytes(&memory.v_full[stage.slot], kBlockBytes);
@@ -68,42 +97,93 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
 }
 
 // ---- Two warps gather the query rows of a tile, wherever their candidates stand: each the 64 rows of a warpgroup.
-// Rows i * 32 to i * 32 + 31 of a half, of which every lane knows one. Behind `end` there may be no memory. Where rows
-// begin anywhere, the 16 bytes are copied in which they lie, and whoever multiplies moves them.
-template <typename T, int DIM, int KEYS, bool SHIFTED>
+// Which lane copies what of rows i * 32 to i * 32 + 31 of a half.
+template <int DIM>
+struct QueryLanes {
+  static constexpr int kChunksOfRow = DIM / kVector;
+  static constexpr int kLanesOfRow = kChunksOfRow < 32 ? kChunksOfRow : 32;
+  static constexpr int kRowsAtATime = 32 / kLanesOfRow;
+};
+
+// Rows of which every lane knows one, null where there is none. One warp does it, so what counts is how many
+// instructions a row takes.
+template <typename T, int DIM, int KEYS>
 __device__ __forceinline__ void copy_queries(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory,
-                                             int slot, int i, const T* query, const T* end) {
+                                             int slot, int i, const T* query) {
   using namespace hopper;
-  constexpr int kChunksOfRow = DIM / kVector;
-  constexpr int kLanesOfRow = kChunksOfRow < 32 ? kChunksOfRow : 32;
-  constexpr int kRowsAtATime = 32 / kLanesOfRow;
+  using Lanes = QueryLanes<DIM>;
+  constexpr int kBytes = kVector * sizeof(T);
+  constexpr int kRowBytes = kPanel * sizeof(T);
+  const int lane = static_cast<int>(threadIdx.x) % 32;
+  const int chunk = lane % Lanes::kLanesOfRow;
+  const int first = lane / Lanes::kLanesOfRow;
+  const int row_bytes = static_cast<int>(params.problem.head_dim) * static_cast<int>(sizeof(T));
+  const int bytes = min(max(row_bytes - chunk * kBytes, 0), kBytes);
+  // Nothing is read of what the number of bytes does not count; the address must be one all the same.
+  const int offset = bytes > 0 ? chunk * kBytes : 0;
+  const uint32_t rows = __ballot_sync(0xffff'ffff, query != nullptr) >> first;
+  const auto from = reinterpret_cast<uint64_t>(query != nullptr ? query : static_cast<const T*>(params.problem.k));
+  const uint32_t to =
+      shared_address(&memory.q[slot][chunk / kVector][i * 32 + first][0]) + (chunk ^ first) % 8 * kBytes;
+#pragma unroll 8
+  for (int j = 0; j < 32; j += Lanes::kRowsAtATime) {
+    const uint64_t row = __shfl_sync(0xffff'ffff, from, j + first);
+    cp_async_16((to ^ j % 8 * kBytes) + j * kRowBytes, reinterpret_cast<const unsigned char*>(row) + offset,
+                (rows >> j & 1) != 0 ? bytes : 0);
+  }
+}
+
+// The same for rows that begin anywhere: the 16 bytes are copied in which they lie, and whoever multiplies moves them.
+// Behind `end` there may be no memory.
+template <typename T, int DIM, int KEYS>
+__device__ __forceinline__ void copy_shifted_queries(const AttentionParams& params,
+                                                     AttentionMemory<T, DIM, KEYS>& memory, int slot, int i,
+                                                     const T* query, const T* end) {
+  using namespace hopper;
+  using Lanes = QueryLanes<DIM>;
   constexpr uint64_t kBytes = kVector * sizeof(T);
   const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int chunk = lane % kLanesOfRow;
+  const int chunk = lane % Lanes::kLanesOfRow;
   const int row_bytes = static_cast<int>(params.problem.head_dim) * static_cast<int>(sizeof(T));
-  // Nothing is read of what `bytes` does not count; the address must be one all the same, of 16 bytes that exist.
   const auto copy = [&](T* to, uint64_t row, int of_row) {
-    const int shift = SHIFTED ? static_cast<int>(row % kBytes) : 0;
+    const int shift = static_cast<int>(row % kBytes);
     const int bytes = min(max(shift + row_bytes - of_row * static_cast<int>(kBytes), 0), static_cast<int>(kBytes));
     const bool reads = row != 0 && bytes > 0;
     const auto from = reinterpret_cast<const T*>(row - shift) + of_row * kVector;
-    if (SHIFTED && reads && from + kVector > end) {
+    if (reads && from + kVector > end) {
       for (int e = 0; e < kVector; ++e) to[e] = e * static_cast<int>(sizeof(T)) < bytes ? from[e] : T(0.0f);
       return;
     }
     cp_async_16(shared_address(to), reads ? from : static_cast<const T*>(params.problem.k), reads ? bytes : 0);
   };
 #pragma unroll 4
-  for (int j = 0; j < 32; j += kRowsAtATime) {
-    const int from = j + lane / kLanesOfRow;
+  for (int j = 0; j < 32; j += Lanes::kRowsAtATime) {
+    const int from = j + lane / Lanes::kLanesOfRow;
     const int row = i * 32 + from;
     copy(&memory.q[slot][chunk / kVector][row][(chunk % kVector ^ row % kVector) * kVector],
          __shfl_sync(0xffff'ffff, reinterpret_cast<uint64_t>(query), from), chunk);
   }
-  if constexpr (SHIFTED) {
-    const int row = i * 32 + lane;
-    memory.q_shift[slot][row] = static_cast<uint8_t>(reinterpret_cast<uint64_t>(query) % kBytes / sizeof(T));
-    if constexpr (DIM <= 128) copy(memory.q_more[slot][row], reinterpret_cast<uint64_t>(query), kChunksOfRow);
+  const int row = i * 32 + lane;
+  memory.q_shift[slot][row] = static_cast<uint8_t>(reinterpret_cast<uint64_t>(query) % kBytes / sizeof(T));
+  if constexpr (DIM <= 128) {
+    copy(memory.q_more[slot][row], reinterpret_cast<uint64_t>(query), Lanes::kChunksOfRow);
+  }
+}
+
+// By the copy engine: the packed rows from `row` of a half on that one candidate, or one history, has one after the
+// other, as many as a box of its map has. Rows behind the tile's last are anything.
+template <typename T, int DIM, int KEYS>
+__device__ __forceinline__ void load_piece(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory,
+                                           const AttentionTile& tile, const PackedPlace& place, int slot, int row,
+                                           uint64_t* barrier) {
+  const bool is_target = tile.queries == kTarget;
+  const CUtensorMap* const map = is_target ? &params.q[kTarget] : &params.q[kSelf];
+  // All packed histories are one owner's.
+  const bool has_owners = is_target || params.problem.kv_offsets == nullptr;
+#pragma unroll
+  for (int panel = 0; panel < AttentionMemory<T, DIM, KEYS>::kPanels; ++panel) {
+    hopper::tensor_load_4d(memory.q[slot][panel][row], map, barrier, panel * kPanel, static_cast<int>(place.head),
+                           static_cast<int>(place.query), has_owners ? static_cast<int>(place.owner) : 0);
   }
 }
 
@@ -113,38 +193,66 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
   const int lane = static_cast<int>(threadIdx.x) % 32;
   RingPosition<kTileSlots> at;
   HalfPosition<AttentionMemory<T, DIM, KEYS>::kHalves> half(number);
+  const auto candidate_at = [&](uint32_t i) -> uint32_t {
+    if constexpr (AttentionMemory<T, DIM, KEYS>::kHasOwnList) {
+      if (params.makes_own_list) return memory.own.order[i];
+    }
+    return params.workspace.order[i];
+  };
   while (true) {
     mbarrier_wait(&memory.tile_full[at.slot], at.parity);
     const AttentionTile tile = memory.tile[at.slot];
     if (tile.rows == 0) return;
     const int first = number * kHalfRows;
     const bool reads_any = tile.kv_length > 0 && first < tile.rows;
-    // Where two rows a lane lie, while the buffer is perhaps still in use.
+    const int piece_bits =
+        tile.queries == kTarget ? params.queries[kTarget].piece_bits : params.queries[kSelf].piece_bits;
+    const bool by_engine = !SHIFTED && piece_bits >= 0;
+    // Where a lane's piece lies, and its two rows, while the buffer is perhaps still in use.
+    PackedPlace piece{};
+    if (by_engine) piece = place_packed_row(params, candidate_at, tile, first + (lane << piece_bits));
     PackedPlace place[2];
 #pragma unroll
-    for (int i = 0; i < 2; ++i) place[i] = place_packed_row(params, tile, first + i * 32 + lane);
-    const auto end =
-        static_cast<const T*>(tile.queries == kTarget ? params.queries[kTarget].end : params.queries[kSelf].end);
-    uint32_t out_row[2];
-    const T* query[2];
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const PackedRow<T> row = packed_row_at<T>(params, tile, first + i * 32 + lane, place[i]);
-      out_row[i] = row.out_row;
-      query[i] = row.query;
-    }
+    for (int i = 0; i < 2; ++i) place[i] = place_packed_row(params, candidate_at, tile, first + i * 32 + lane);
+    const auto row_of = [&](int i) { return packed_row_at<T>(params, tile, first + i * 32 + lane, place[i]); };
+    uint64_t* const full = &memory.q_full[number][at.slot];
     mbarrier_wait(&memory.q_empty[half.slot], half.parity ^ 1);
+    uint32_t bytes = 0;
+    if (reads_any && by_engine) {
+      const int rows = min(tile.rows - first, kHalfRows);
+      const int pieces = (rows + (1 << piece_bits) - 1) >> piece_bits;
+      if (piece_bits > 0) {
+        if (lane < pieces) load_piece(params, memory, tile, piece, half.slot, lane << piece_bits, full);
+      } else {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      memory.out_row[half.slot][i * 32 + lane] = out_row[i];
-      if (!reads_any) continue;
-      copy_queries<T, DIM, KEYS, SHIFTED>(params, memory, half.slot, i, query[i], end);
+        for (int i = 0; i < 2; ++i) {
+          const int row = i * 32 + lane;
+          if (row < rows) load_piece(params, memory, tile, place[i], half.slot, row, full);
+        }
+      }
+      bytes = static_cast<uint32_t>(pieces << piece_bits) * DIM * sizeof(T);
     }
-    if (reads_any) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) memory.out_row[half.slot][i * 32 + lane] = row_of(i).out_row;
+    if (reads_any && !by_engine) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        if constexpr (SHIFTED) {
+          copy_shifted_queries(
+              params, memory, half.slot, i, row_of(i).query,
+              static_cast<const T*>(tile.queries == kTarget ? params.queries[kTarget].end : params.queries[kSelf].end));
+        } else {
+          copy_queries(params, memory, half.slot, i, row_of(i).query);
+        }
+      }
       cp_async_wait_all();
       fence_proxy_async_shared();
     }
-    mbarrier_arrive(&memory.q_full[number][at.slot]);
+    if (bytes > 0 && lane == 0) {
+      mbarrier_arrive_expect_bytes(full, bytes);
+    } else {
+      mbarrier_arrive(full);
+    }
     mbarrier_arrive(&memory.tile_empty[at.slot]);
     half.advance();
     at.advance();

@@ -17,10 +17,39 @@ static_assert(kHalfRows * kConsumers == kTileRows);
 constexpr int kPanel = 64;  // elements of D in 128 bytes
 constexpr int kVector = 8;  // and in 16
 
+// Where a CTA makes the list of tiles itself (kernels/target_attention_own_list.cuh).
+constexpr int kMostOwnUsers = 128;  // and a place for candidates of no user
+constexpr int kMostOwnCandidates = 8192;
+struct alignas(16) OwnUser {
+  int32_t tile_begin;
+  int32_t tiles;
+  int32_t begin;  // of its candidates in `order`
+  int32_t rows;   // of them, packed
+  int32_t kv_first;
+  int32_t kv_length;
+};
+// What others need to know of a user to find the places of their own.
+struct alignas(16) OwnShare {
+  int32_t candidates;
+  int32_t tiles;
+  int32_t bucket;  // of the length of its history
+};
+struct OwnList {
+  OwnUser user[kMostOwnUsers + 1];
+  OwnShare share[kMostOwnUsers + 1];
+  uint16_t order[kMostOwnCandidates];  // grouped by user
+  // A user's candidates that a warp counted, and then those of the warps before.
+  int32_t counted[kAttentionThreads / 32][kMostOwnUsers + 1];
+  int32_t tiles;
+};
+struct NoOwnList {};
+
 template <typename T, int DIM, int KEYS>
 struct alignas(1024) AttentionMemory {
   static constexpr int kPanels = DIM / kPanel;
-  static constexpr int kHalves = DIM > 128 ? 3 : 4;  // of tiles' queries
+  static constexpr int kHalves = DIM > 128 ? 2 : 4;  // of tiles' queries
+  // Whether the next tile's queries have room beside this one's.
+  static constexpr bool kChains = kHalves > kConsumers;
   // All 128-byte swizzled.
   T q[kHalves][kPanels][kHalfRows][kPanel];
   T k[kStages][kPanels][KEYS][kPanel];
@@ -31,6 +60,8 @@ struct alignas(1024) AttentionMemory {
   uint8_t q_shift[kHalves][kHalfRows];
   uint32_t out_row[kHalves][kHalfRows];  // of the result without D, or kNoRow
   AttentionTile tile[kTileSlots];
+  static constexpr bool kHasOwnList = DIM <= 128;  // above, there is no room
+  std::conditional_t<kHasOwnList, OwnList, NoOwnList> own;
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   uint64_t q_full[kConsumers][kTileSlots], q_empty[kHalves];
   uint64_t k_full[kStages], k_empty[kStages];
@@ -60,7 +91,7 @@ struct HalfPosition {
   uint32_t parity = 0;
   __device__ explicit HalfPosition(int number) : slot(number) {}
   __device__ void advance() {
-    static_assert(HALVES > kConsumers);
+    static_assert(HALVES >= kConsumers);
     slot += kConsumers;
     if (slot >= HALVES) {
       slot -= HALVES;

@@ -22,17 +22,18 @@ struct PackedRow {
 };
 
 // Rows behind the tile's last are taken for that. Without a branch, so that the look-ups of several rows run at once.
-__device__ __forceinline__ PackedPlace place_packed_row(const AttentionParams& params, const AttentionTile& tile,
-                                                        int row) {
+// candidate_at(i) is candidate i of those that are grouped by user.
+template <typename CandidateAt>
+__device__ __forceinline__ PackedPlace place_packed_row(const AttentionParams& params, CandidateAt&& candidate_at,
+                                                        const AttentionTile& tile, int row) {
   const bool is_target = tile.queries == kTarget;
   // 32 bits are enough: a user's rows are fewer than 2^31.
   const auto packed = static_cast<uint32_t>(tile.first_row + min(row, tile.rows - 1));
-  const auto group = static_cast<uint32_t>(params.group);
-  const uint32_t rows_of_owner = is_target ? static_cast<uint32_t>(params.rows_of_candidate) : 0xffff'ffff;
-  const uint32_t ordinal = packed / rows_of_owner;
-  const uint32_t within = packed - ordinal * rows_of_owner;
-  const uint32_t query = within / group;
-  return {static_cast<uint32_t>(is_target ? params.workspace.order[tile.begin + ordinal] : tile.user),
+  const uint32_t group = params.group.divisor;
+  const uint32_t ordinal = is_target ? params.rows_of_candidate.quotient(packed) : 0;
+  const uint32_t within = packed - ordinal * params.rows_of_candidate.divisor;
+  const uint32_t query = params.group.quotient(within);
+  return {static_cast<uint32_t>(is_target ? candidate_at(tile.begin + ordinal) : tile.user),
           query + (is_target ? 0 : static_cast<uint32_t>(tile.begin)),
           static_cast<uint32_t>(tile.kv_head) * group + (within - query * group)};
 }
@@ -54,7 +55,8 @@ __device__ __forceinline__ PackedRow<T> packed_row_at(const AttentionParams& par
 template <typename T>
 __device__ __forceinline__ PackedRow<T> locate_packed_row(const AttentionParams& params, const AttentionTile& tile,
                                                           int row) {
-  return packed_row_at<T>(params, tile, row, place_packed_row(params, tile, row));
+  const auto candidate_at = [&](uint32_t i) { return params.workspace.order[i]; };
+  return packed_row_at<T>(params, tile, row, place_packed_row(params, candidate_at, tile, row));
 }
 
 }  // namespace ikbo::kernels

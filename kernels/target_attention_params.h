@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "kernels/divisor.h"
 #include "kernels/target_attention.h"
 
 namespace ikbo::kernels {
@@ -38,6 +39,7 @@ struct AttentionQueries {
   int64_t head_stride;
   void* out;
   void* logsumexp;
+  int32_t piece_bits;      // packed rows of a box of the map below, as a power of two; below 0 where there is no map
   uint32_t rows_of_owner;  // seeds, or rows of a padded history (0 where histories are packed)
 };
 
@@ -46,6 +48,7 @@ struct AttentionHeader {
   uint32_t tile_count;
   int32_t next_gap;      // place of the next tile of rows of self_q that belong to no history
   int32_t self_is_void;  // whether offsets decrease
+  uint64_t tickets;      // in place of next_tile where CTAs list their tiles themselves (kernels/tickets.cuh)
 };
 
 // Sections of the workspace.
@@ -63,14 +66,16 @@ struct AttentionParams {
   TargetAttentionProblem problem;
   AttentionWorkspace workspace;
   AttentionQueries queries[2];  // kTarget, kSelf
-  int64_t rows_of_candidate;    // seeds times query heads of a group
-  int32_t group;                // query heads of a key head
+  Divisor rows_of_candidate;    // seeds times query heads of a group
+  Divisor group;                // query heads of a key head
   int32_t tile_rows;            // kTileRows or kHalfRows
   bool rows_by_vectors;         // whether rows of the results can be written 16 bytes at a time
   bool takes_turns;             // whether a warpgroup waits for the other's scores before it asks for its own
+  bool makes_own_list;          // whether every CTA lists the tiles itself
   float scale_log2;             // of the logits, times log2(e)
   CUtensorMap k;                // (users, kv_heads, length, D), boxes of 64 elements by the keys of a block
   CUtensorMap v;
+  CUtensorMap q[2];  // kTarget, kSelf: (owners, rows of an owner, q_heads, D), boxes of 64 elements of packed rows
 };
 
 }  // namespace ikbo::kernels

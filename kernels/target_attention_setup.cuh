@@ -3,6 +3,7 @@
 // count and sort, in launches of their own.
 #pragma once
 
+#include "kernels/hopper/launch.h"
 #include "kernels/hopper/sync.h"
 #include "kernels/target_attention_params.h"
 #include "kernels/target_attention_rows.cuh"
@@ -68,6 +69,15 @@ __device__ inline int32_t next_of(int32_t* counter, int32_t slot) {
   return first + __popc(same & ((1u << lane) - 1));
 }
 
+// What a user's tiles are made of.
+struct UserTiles {
+  int32_t user;         // -1: candidates of no user
+  int32_t begin;        // of its candidates in `order`
+  int32_t target_rows;  // packed rows of its candidates
+  int32_t self_rows;    // and of its history
+  History history;
+};
+
 // What is worked out of each user, in shared memory or in the workspace.
 struct UserTable {
   int32_t* count;       // candidates
@@ -88,12 +98,33 @@ struct Grouping {
     return user < users() ? history_of(params.problem, user) : History{0, 0};
   }
   // Packed rows of a user's candidates, and of its history where that attends to itself.
-  __device__ int32_t target_rows(int32_t count) const { return static_cast<int32_t>(count * params.rows_of_candidate); }
-  __device__ int32_t self_rows(int64_t length, bool is_void) const {
-    return has_self() && !is_void ? static_cast<int32_t>(length) * params.group : 0;
+  __device__ int32_t target_rows(int32_t count) const {
+    return count * static_cast<int32_t>(params.rows_of_candidate.divisor);
   }
+  __device__ int32_t self_rows(int64_t length, bool is_void) const {
+    return has_self() && !is_void ? static_cast<int32_t>(length) * static_cast<int32_t>(params.group.divisor) : 0;
+  }
+  static __device__ int32_t whole(int32_t rows, int32_t of) { return rows / of + (rows % of != 0 ? 1 : 0); }
   __device__ int32_t tiles_of(int32_t rows) const {
-    return rows / params.tile_rows + (rows % params.tile_rows != 0 ? 1 : 0);
+    return params.tile_rows == kTileRows ? whole(rows, kTileRows) : whole(rows, kHalfRows);
+  }
+  // Those of a key head follow each other, so that keys stay in the cache.
+  __device__ AttentionTile tile_of(const UserTiles& of, int32_t t) const {
+    const int32_t target_tiles = tiles_of(of.target_rows);
+    const int32_t tiles = target_tiles + tiles_of(of.self_rows);
+    const int32_t head = t / tiles;
+    const int32_t number = t - head * tiles;
+    const bool self = number >= target_tiles;
+    const int32_t row = (self ? number - target_tiles : number) * params.tile_rows;
+    const auto kv_first = static_cast<int32_t>(of.history.first);
+    return {of.user,
+            head,
+            row,
+            min(params.tile_rows, (self ? of.self_rows : of.target_rows) - row),
+            self ? kv_first : of.begin,
+            kv_first,
+            static_cast<int32_t>(of.history.length),
+            self ? kSelf : kTarget};
   }
   __device__ bool has_self() const { return params.queries[kSelf].q != nullptr; }
 
@@ -169,7 +200,9 @@ struct Grouping {
       const int32_t tiles = tiles_of_user(count, length);
       if (tiles > 0) atomicAdd(&bucket[bucket_of(length)], tiles);
       if (has_self()) {
-        const int32_t more = tiles_of(static_cast<int32_t>(gap(u, is_void).length) * params.group) * kv_heads;
+        const int32_t more =
+            tiles_of(static_cast<int32_t>(gap(u, is_void).length) * static_cast<int32_t>(params.group.divisor)) *
+            kv_heads;
         if (more > 0) atomicAdd(&gap_tiles, more);
       }
     }
@@ -193,8 +226,8 @@ struct Grouping {
     }
   }
 
-  // One warp a user, or several where there are fewer users, write its tiles: those of a key head follow each other, so
-  // that keys stay in the cache. history_at(u) is the history. The header is there.
+  // One warp a user, or several where there are fewer users, write its tiles. history_at(u) is the history. The header
+  // is there.
   template <typename HistoryAt>
   __device__ void list_tiles(const UserTable& table, HistoryAt&& history_at, int32_t warp, int32_t warps) const {
     const int32_t warps_of_user = max(warps / (users() + 1), 1);
@@ -203,23 +236,11 @@ struct Grouping {
     const bool is_void = has_self() && params.workspace.header->self_is_void != 0;
     for (int32_t u = warp / warps_of_user; u <= users(); u += warps / warps_of_user) {
       const History own = history_at(u);
-      const int32_t rows = target_rows(table.count[u]);
-      const int32_t own_rows = self_rows(own.length, is_void);
-      const int32_t target_tiles = tiles_of(rows);
-      const int32_t tiles = target_tiles + tiles_of(own_rows);
-      for (int32_t t = lane; t < tiles * kv_heads; t += 32 * warps_of_user) {
-        const int32_t head = t / tiles;
-        const int32_t number = t - head * tiles;
-        const bool self = number >= target_tiles;
-        const int32_t row = (self ? number - target_tiles : number) * params.tile_rows;
-        params.workspace.tiles[table.tile_begin[u] + t] = {u < users() ? u : -1,
-                                                           head,
-                                                           row,
-                                                           min(params.tile_rows, (self ? own_rows : rows) - row),
-                                                           self ? static_cast<int32_t>(own.first) : table.begin[u],
-                                                           static_cast<int32_t>(own.first),
-                                                           static_cast<int32_t>(own.length),
-                                                           self ? kSelf : kTarget};
+      const UserTiles of{u < users() ? u : -1, table.begin[u], target_rows(table.count[u]),
+                         self_rows(own.length, is_void), own};
+      const int32_t tiles = (tiles_of(of.target_rows) + tiles_of(of.self_rows)) * kv_heads;
+      for (int32_t t = lane; t < tiles; t += 32 * warps_of_user) {
+        params.workspace.tiles[table.tile_begin[u] + t] = tile_of(of, t);
       }
       if (lane < 32 && has_self()) list_gap(u, is_void);
     }
@@ -228,7 +249,7 @@ struct Grouping {
   // By a warp: the tiles of a gap, wherever there is room behind all others.
   __device__ void list_gap(int32_t user, bool is_void) const {
     const History own = gap(user, is_void);
-    const int32_t rows = static_cast<int32_t>(own.length) * params.group;
+    const int32_t rows = static_cast<int32_t>(own.length) * static_cast<int32_t>(params.group.divisor);
     const int32_t tiles = tiles_of(rows);
     const int32_t all = tiles * static_cast<int32_t>(params.problem.kv_heads);
     if (all == 0) return;
@@ -260,6 +281,7 @@ __global__ __launch_bounds__(kSetupThreads,
   constexpr int kCandidatesOfThread = kCandidatesOfOneCta / kSetupThreads;
   __shared__ int32_t count[kMost], begin[kMost], tile_begin[kMost], kv_first[kMost], kv_length[kMost];
   hopper::grid_dependency_launch();
+  hopper::grid_dependency_wait();
   const Grouping grouping{params};
   const auto thread = static_cast<int32_t>(threadIdx.x);
   const auto candidates = static_cast<int32_t>(params.problem.candidates);
@@ -296,7 +318,7 @@ __global__ __launch_bounds__(kSetupThreads,
 }
 
 // The same in steps, the first and the last by many CTAs, each with its share of the candidates, which it counts in
-// shared memory first where there is room. The counters were set to zero.
+// shared memory first where there is room.
 struct Share {
   int32_t first;
   int32_t last;
@@ -317,7 +339,18 @@ __device__ inline void count_share(const Grouping& grouping, int32_t* shared_cou
   __syncthreads();
 }
 
+__global__ __launch_bounds__(kSetupThreads,
+                             1) void attention_clear_kernel(const __grid_constant__ AttentionParams params) {
+  hopper::grid_dependency_launch();
+  hopper::grid_dependency_wait();
+  for (auto u = static_cast<int32_t>(threadIdx.x); u <= Grouping{params}.users(); u += kSetupThreads) {
+    params.workspace.cursor[u] = 0;
+  }
+}
+
 __global__ void attention_count_kernel(const __grid_constant__ AttentionParams params) {
+  hopper::grid_dependency_launch();
+  hopper::grid_dependency_wait();
   __shared__ int32_t shared_counter[kCountersInShared];
   const Grouping grouping{params};
   const Share share = share_of(params);
@@ -333,6 +366,8 @@ __global__ void attention_count_kernel(const __grid_constant__ AttentionParams p
 
 __global__ __launch_bounds__(kSetupThreads,
                              1) void attention_scan_kernel(const __grid_constant__ AttentionParams params) {
+  hopper::grid_dependency_launch();
+  hopper::grid_dependency_wait();
   // Counts become places in `cursor`, which the next launch counts on from.
   const Grouping grouping{params};
   UserTable table = grouping.table();
@@ -349,6 +384,7 @@ __global__ __launch_bounds__(kSetupThreads,
 
 __global__ void attention_place_kernel(const __grid_constant__ AttentionParams params) {
   hopper::grid_dependency_launch();
+  hopper::grid_dependency_wait();
   const auto thread = static_cast<int32_t>(blockIdx.x * blockDim.x + threadIdx.x);
   const auto threads = static_cast<int32_t>(gridDim.x * blockDim.x);
   __shared__ int32_t shared_counter[kCountersInShared];
@@ -371,17 +407,16 @@ __global__ void attention_place_kernel(const __grid_constant__ AttentionParams p
 inline void set_up_attention(const AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   if (params.problem.candidates <= kCandidatesOfOneCta) {
     if (params.problem.users < kUsersInShared) {
-      attention_setup_kernel<true><<<1, kSetupThreads, 0, stream>>>(params);
+      hopper::launch_early(attention_setup_kernel<true>, 1, kSetupThreads, 0, stream, params);
     } else {
-      attention_setup_kernel<false><<<1, kSetupThreads, 0, stream>>>(params);
+      hopper::launch_early(attention_setup_kernel<false>, 1, kSetupThreads, 0, stream, params);
     }
   } else {
     constexpr int kThreadsOfStep = 256;
-    const auto bytes = static_cast<size_t>(params.problem.users + 1) * sizeof(int32_t);
-    if (cudaMemsetAsync(params.workspace.cursor, 0, bytes, stream) != cudaSuccess) check_launch("target_attention");
-    attention_count_kernel<<<2 * multiprocessors, kThreadsOfStep, 0, stream>>>(params);
-    attention_scan_kernel<<<1, kSetupThreads, 0, stream>>>(params);
-    attention_place_kernel<<<2 * multiprocessors, kThreadsOfStep, 0, stream>>>(params);
+    hopper::launch_early(attention_clear_kernel, 1, kSetupThreads, 0, stream, params);
+    hopper::launch_early(attention_count_kernel, 2 * multiprocessors, kThreadsOfStep, 0, stream, params);
+    hopper::launch_early(attention_scan_kernel, 1, kSetupThreads, 0, stream, params);
+    hopper::launch_early(attention_place_kernel, 2 * multiprocessors, kThreadsOfStep, 0, stream, params);
   }
   check_launch("target_attention");
 }

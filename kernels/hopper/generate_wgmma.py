@@ -7,7 +7,7 @@ import pathlib
 # Form: file, how it is named, sizes N, whether a is in registers, whether a and b are MN-major.
 FORMS = [
     ("wgmma_shapes.inc", "Wgmma", (64, 96, 128, 144, 152, 160, 176), False, 1, 0),
-    ("wgmma_k_major.inc", "WgmmaKMajor", (64, 128, 176), False, 0, 0),
+    ("wgmma_k_major.inc", "WgmmaKMajor", (80, 128), False, 0, 0),
     ("wgmma_registers.inc", "WgmmaRegisters", (64, 128, 256), True, 0, 1),
 ]
 

@@ -257,6 +257,10 @@ INSTANTIATE_TEST_SUITE_P(Shapes, TargetAttentionSmall,
                                            Case{7, 3, 20, 150, 2, 1, 32, true},    // two tiles of fp32's in one
                                            Case{9, 3, 30, 300, 4, 2, 127, false},  // queries that begin anywhere
                                            Case{9, 3, 7, 70, 2, 2, 61, true}, Case{5, 2, 64, 129, 1, 1, 249, false},
+                                           Case{9, 3, 8, 300, 4, 2, 128, false},   // pieces of 16 rows, two of a seed
+                                           Case{20, 3, 12, 90, 2, 2, 64, true},    // of 4 rows
+                                           Case{7, 2, 48, 140, 6, 2, 100, false},  // none: groups of 3
+                                           Case{9, 3, 32, 170, 2, 1, 256, true},   // whole tiles
                                            Case{9, 3, 7, 300, 2, 2, 128, false, true},  // blocks below zero
                                            Case{9, 3, 7, 90, 2, 1, 64, true, true}));   // histories below zero
 
@@ -265,6 +269,18 @@ TEST(TargetAttention, OneCtaSetsUpSomeCandidatesOfAnyNumberOfUsers) {
   check<__nv_bfloat16>({3'000, 2'047, 1, 5, 1, 1, 8, false}, ScalarType::kBFloat16, 0x1p-7);
   check<__nv_bfloat16>({3'000, 2'048, 2, 5, 1, 1, 8, true}, ScalarType::kBFloat16, 0x1p-7);
   check<float>({2'000, 3'000, 3, 5, 2, 1, 9, true}, ScalarType::kFloat32, 4e-6);
+}
+
+// Where candidates and users are few, and no rows of histories attend beside them, all CTAs list the tiles.
+TEST(TargetAttention, SmallListsOfTheirOwnHaveTilesToDraw) {
+  check<__nv_bfloat16>({150, 40, 40, 70, 3, 3, 64, true}, ScalarType::kBFloat16, 0x1p-7);
+}
+TEST(TargetAttention, AllCtasListTheTilesOfFewUsers) {
+  check<__nv_bfloat16>({2'048, 128, 3, 40, 2, 2, 32, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__half>({2'047, 1, 4, 33, 1, 1, 128, true}, ScalarType::kFloat16, 0x1p-10);
+  check<__nv_bfloat16>({385, 128, 1, 90, 4, 1, 64, true}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({2'048, 129, 3, 40, 1, 1, 32, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({2'049, 128, 3, 40, 1, 1, 32, false}, ScalarType::kBFloat16, 0x1p-7);
 }
 
 TEST(TargetAttention, ManyCandidatesAreSetUpByManyCtas) {
