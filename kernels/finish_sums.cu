@@ -2,7 +2,9 @@
 #include <stdexcept>
 #include <string>
 
+#include "kernels/dependent_launch.h"
 #include "kernels/finish_sums.h"
+#include "kernels/hopper/sync.h"
 #include "kernels/scalars.cuh"
 
 namespace ikbo::kernels {
@@ -18,23 +20,27 @@ struct Params {
   void* out;
 };
 
-template <typename Sum>
-__device__ Sum activate(Activation activation, Sum x) {
+// All of them by one branch.
+template <typename Sum, int COUNT>
+__device__ __forceinline__ void activate(Activation activation, Sum (&values)[COUNT]) {
+  const auto each = [&values](auto function) {
+#pragma unroll
+    for (Sum& x : values) x = function(x);
+  };
   switch (activation) {
     case Activation::kNone:
-      return x;
+      return;
     case Activation::kRelu:
-      return x < 0 ? Sum{0} : x;  // NaN stays NaN
+      return each([](Sum x) { return x < 0 ? Sum{0} : x; });  // NaN stays NaN
     case Activation::kSigmoid:
-      return 1 / (1 + exp(-x));
+      return each([](Sum x) { return 1 / (1 + exp(-x)); });
     case Activation::kTanh:
-      return tanh(x);
+      return each([](Sum x) { return tanh(x); });
     case Activation::kSilu:
-      return x / (1 + exp(-x));
+      return each([](Sum x) { return x / (1 + exp(-x)); });
     case Activation::kGelu:
-      return x * (erf(x * Sum{0.70710678118654752}) * Sum{0.5} + Sum{0.5});
+      return each([](Sum x) { return x * (erf(x * Sum{0.70710678118654752}) * Sum{0.5} + Sum{0.5}); });
   }
-  return x;
 }
 
 template <typename T, int WIDTH>
@@ -42,66 +48,115 @@ struct alignas(sizeof(T) * WIDTH) Vector {
   T value[WIDTH];
 };
 
-// WIDTH columns a thread: threadIdx.y picks one of a block's candidates, threadIdx.x and blockIdx.y run along its row.
-// WHOLE: out's rows are whole vectors, too.
-template <typename T, typename Out, int WIDTH, bool WHOLE>
-__global__ void finish_sums_kernel(const __grid_constant__ Params p) {
+constexpr int kThreads = 256;
+constexpr int kWidth = 4;  // columns of a thread
+
+// The columns of a thread. VECTORS: they are neighbours and all exist; otherwise those of a warp's threads are
+// neighbours.
+template <bool VECTORS>
+struct Columns {
+  int64_t first;
+  int step;  // from one to the next
+  int left;  // columns from `first` on, or more than the thread has
+
+  __device__ __forceinline__ Columns(int64_t block, int64_t all)
+      : first(block * kWidth * blockDim.x + threadIdx.x * (VECTORS ? kWidth : 1)),
+        step(VECTORS ? 1 : static_cast<int>(blockDim.x)),
+        left(static_cast<int>(min(all - first, int64_t{kWidth} * kThreads))) {}
+
+  __device__ __forceinline__ bool exists(int i) const { return VECTORS || i * step < left; }
+};
+
+template <bool VECTORS, typename T>
+__device__ __forceinline__ Vector<T, kWidth> load(const void* row, const Columns<VECTORS>& columns) {
+  const T* const from = static_cast<const T*>(row) + columns.first;
+  if constexpr (VECTORS) return *reinterpret_cast<const Vector<T, kWidth>*>(from);
+  Vector<T, kWidth> value{};
+#pragma unroll
+  for (int i = 0; i < kWidth; ++i) {
+    if (columns.exists(i)) value.value[i] = from[i * columns.step];
+  }
+  return value;
+}
+
+// threadIdx.y picks one of a block's candidates, threadIdx.x and blockIdx.y run along its row.
+template <typename T, typename Out, bool VECTORS>
+__global__ void __launch_bounds__(kThreads) finish_sums_kernel(const __grid_constant__ Params p) {
   using Sum = SumOf<T>;
-  const int64_t vectors = (p.columns + WIDTH - 1) / WIDTH;
-  const int64_t stride = p.row_stride / WIDTH;
+  hopper::grid_dependency_launch();
+  const auto sums_of = [&](const void* sums, int64_t row, const Columns<VECTORS>& columns) {
+    return load<VECTORS, Sum>(static_cast<const Sum*>(sums) + row * p.row_stride, columns);
+  };
+  hopper::grid_dependency_wait();
   for (int64_t b = int64_t{blockIdx.x} * blockDim.y + threadIdx.y; b < p.candidates;
        b += int64_t{gridDim.x} * blockDim.y) {
-    for (int64_t at = int64_t{blockIdx.y} * blockDim.x + threadIdx.x; at < vectors;
-         at += int64_t{gridDim.y} * blockDim.x) {
-      Vector<Sum, WIDTH> value = static_cast<const Vector<Sum, WIDTH>*>(p.sums)[b * stride + at];
+    for (int64_t block = blockIdx.y; block * kWidth * blockDim.x < p.columns; block += gridDim.y) {
+      const Columns<VECTORS> columns(block, p.columns);
+      if (columns.left <= 0) break;
+      // Whatever needs no index is under way before the index is there.
+      int64_t row = p.term_count > 0 ? p.terms[0].index[b] : 0;
+      Vector<Sum, kWidth> value = sums_of(p.sums, b, columns);
+      T bias[kWidth];
+      if (p.bias != nullptr) {
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          if (columns.exists(i)) bias[i] = static_cast<const T*>(p.bias)[columns.first + i * columns.step];
+        }
+      }
+#pragma unroll 1
       for (int t = 0; t < p.term_count; ++t) {
-        const int64_t row = p.terms[t].index[b];
+        if (t > 0) row = p.terms[t].index[b];
         const bool exists = row >= 0 && row < p.terms[t].rows;
-        Vector<Sum, WIDTH> add;
-        if (exists) add = static_cast<const Vector<Sum, WIDTH>*>(p.terms[t].sums)[row * stride + at];
+        Vector<Sum, kWidth> add;
+        if (exists) add = sums_of(p.terms[t].sums, row, columns);
 #pragma unroll
-        for (int i = 0; i < WIDTH; ++i) value.value[i] += exists ? add.value[i] : quiet_nan<Sum>();
+        for (int i = 0; i < kWidth; ++i) value.value[i] += exists ? add.value[i] : quiet_nan<Sum>();
       }
-      Vector<Out, WIDTH> result;
+      if (p.bias != nullptr) {
 #pragma unroll
-      for (int i = 0; i < WIDTH; ++i) {
-        const bool exists = WHOLE || at * WIDTH + i < p.columns;
-        Sum x = value.value[i];
-        if (p.bias != nullptr && exists) x += widen(static_cast<const T*>(p.bias)[at * WIDTH + i]);
-        result.value[i] = narrow<Out>(activate(p.activation, x));
-        if (!WHOLE && exists) static_cast<Out*>(p.out)[b * p.columns + at * WIDTH + i] = result.value[i];
+        for (int i = 0; i < kWidth; ++i) value.value[i] += widen(bias[i]);
       }
-      if (WHOLE) static_cast<Vector<Out, WIDTH>*>(p.out)[b * vectors + at] = result;
+      activate(p.activation, value.value);
+      if constexpr (VECTORS) {
+        Vector<Out, kWidth> result;
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) result.value[i] = narrow<Out>(value.value[i]);
+        static_cast<Vector<Out, kWidth>*>(p.out)[(b * p.columns + columns.first) / kWidth] = result;
+      } else {
+        Out* const to = static_cast<Out*>(p.out) + b * p.columns + columns.first;
+#pragma unroll
+        for (int i = 0; i < kWidth; ++i) {
+          if (columns.exists(i)) to[i * columns.step] = narrow<Out>(value.value[i]);
+        }
+      }
     }
   }
 }
 
-template <typename T, typename Out, int WIDTH, bool WHOLE>
+template <typename T, typename Out, bool VECTORS>
 void launch(const Params& p, cudaStream_t stream) {
-  constexpr int kThreads = 256;
   constexpr int64_t kMostAlong = 65'535;
-  const int64_t vectors = (p.columns + WIDTH - 1) / WIDTH;
+  const int64_t vectors = (p.columns + kWidth - 1) / kWidth;
   int along = 1;
   while (along < kThreads && along < vectors) along *= 2;
   const dim3 threads(along, kThreads / along);
   const int64_t blocks_along = std::min((vectors + along - 1) / along, kMostAlong);
   const int64_t blocks = std::min<int64_t>((p.candidates + threads.y - 1) / threads.y, INT32_MAX);
-  finish_sums_kernel<T, Out, WIDTH, WHOLE>
-      <<<dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(blocks_along)), threads, 0, stream>>>(p);
+  launch_dependent(finish_sums_kernel<T, Out, VECTORS>,
+                   dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(blocks_along)), threads, stream, p);
   check_launch("finish_sums");
 }
 
 template <typename T, typename Out>
 void launch_widest(const Params& p, cudaStream_t stream) {
-  constexpr int kWidth = 4;
   auto address = reinterpret_cast<uintptr_t>(p.sums);
   for (int t = 0; t < p.term_count; ++t) address |= reinterpret_cast<uintptr_t>(p.terms[t].sums);
-  if (p.row_stride % kWidth != 0 || address % (kWidth * sizeof(SumOf<T>)) != 0) {
-    launch<T, Out, 1, true>(p, stream);
-  } else if (p.columns % kWidth == 0 && reinterpret_cast<uintptr_t>(p.out) % (kWidth * sizeof(Out)) == 0) {
-    launch<T, Out, kWidth, true>(p, stream);
+  const bool vectors = p.row_stride % kWidth == 0 && address % (kWidth * sizeof(SumOf<T>)) == 0 &&
+                       p.columns % kWidth == 0 && reinterpret_cast<uintptr_t>(p.out) % (kWidth * sizeof(Out)) == 0;
+  if (vectors) {
+    launch<T, Out, true>(p, stream);
   } else {
-    launch<T, Out, kWidth, false>(p, stream);
+    launch<T, Out, false>(p, stream);
   }
 }
 
