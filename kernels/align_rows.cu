@@ -1,7 +1,8 @@
 #include <algorithm>
 
 #include "kernels/align_rows.h"
-#include "kernels/dependent_launch.h"
+#include "kernels/divisor.h"
+#include "kernels/hopper/launch.h"
 #include "kernels/hopper/sync.h"
 #include "kernels/scalars.cuh"
 
@@ -11,24 +12,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kPieces = 2;  // vectors of a thread, all of them on their way at once
 constexpr int64_t kVectorBytes = 16;
-
-// Division of numbers below 2^31 by a multiplication.
-struct Divider {
-  uint32_t divisor = 1;
-  uint32_t multiplier = 0;
-  int shift = 0;
-
-  Divider() = default;
-  explicit Divider(int64_t by) : divisor(static_cast<uint32_t>(by)) {
-    int log = 0;
-    while ((int64_t{1} << log) < by) ++log;
-    shift = 31 + log;
-    multiplier = static_cast<uint32_t>(((uint64_t{1} << shift) + divisor - 1) / divisor);
-  }
-  __device__ uint32_t divide(uint32_t number) const {
-    return static_cast<uint32_t>(static_cast<uint64_t>(number) * multiplier >> shift);
-  }
-};
 
 // A group of threads copies a chunk: kPieces vectors a thread of one row of `to`, so that what is the same for all of
 // them is computed once.
@@ -43,7 +26,7 @@ struct Job {
   int64_t strides[3];   // bytes
   int64_t sizes[2];     // the two inner ones
   int64_t to_outer_rows;
-  Divider chunks_of_row, inner, middle;
+  Divisor chunks_of_row, inner, middle;
   bool flat;      // all rows of `from` are strides[2] apart, and those of `to` follow each other
   int lanes_log;  // the logarithm of a group's threads
   unsigned first_block;
@@ -85,9 +68,9 @@ __device__ __forceinline__ uint4 read_by_halves(const char* from, int bytes) {
 }
 
 template <typename Index>
-__device__ __forceinline__ Index divide(Index number, const Divider& by) {
+__device__ __forceinline__ Index divide(Index number, const Divisor& by) {
   if constexpr (sizeof(Index) == 4) {
-    return by.divide(number);
+    return by.quotient(number);
   } else {
     return number / by.divisor;
   }
@@ -232,9 +215,9 @@ Job make_job(const AlignRows& given, unsigned first_block) {
           .strides = {rows.strides[0] * bytes, rows.strides[1] * bytes, rows.strides[2] * bytes},
           .sizes = {rows.sizes[1], rows.sizes[2]},
           .to_outer_rows = rows.to_outer_rows,
-          .chunks_of_row = Divider(chunks_of_row),
-          .inner = Divider(std::max<int64_t>(rows.sizes[2], 1)),
-          .middle = Divider(std::max<int64_t>(rows.sizes[1], 1)),
+          .chunks_of_row = divisor_of(chunks_of_row),
+          .inner = divisor_of(std::max<int64_t>(rows.sizes[2], 1)),
+          .middle = divisor_of(std::max<int64_t>(rows.sizes[1], 1)),
           .flat = rows.sizes[0] * rows.sizes[1] == 1,
           .lanes_log = log,
           .first_block = first_block};
@@ -254,7 +237,7 @@ void launch(const AlignRows* jobs, size_t count, cudaStream_t stream) {
   }
   if (blocks == 0) return;
   const auto kernel = small ? align_rows_kernel<uint32_t> : align_rows_kernel<int64_t>;
-  launch_dependent(kernel, blocks, kThreads, stream, params);
+  hopper::launch_early(kernel, blocks, kThreads, 0, stream, params);
   check_launch("align_rows");
 }
 

@@ -2,8 +2,8 @@
 #include <stdexcept>
 #include <string>
 
-#include "kernels/dependent_launch.h"
 #include "kernels/finish_sums.h"
+#include "kernels/hopper/launch.h"
 #include "kernels/hopper/sync.h"
 #include "kernels/scalars.cuh"
 
@@ -142,8 +142,8 @@ void launch(const Params& p, cudaStream_t stream) {
   const dim3 threads(along, kThreads / along);
   const int64_t blocks_along = std::min((vectors + along - 1) / along, kMostAlong);
   const int64_t blocks = std::min<int64_t>((p.candidates + threads.y - 1) / threads.y, INT32_MAX);
-  launch_dependent(finish_sums_kernel<T, Out, VECTORS>,
-                   dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(blocks_along)), threads, stream, p);
+  hopper::launch_early(finish_sums_kernel<T, Out, VECTORS>,
+                       dim3(static_cast<unsigned>(blocks), static_cast<unsigned>(blocks_along)), threads, 0, stream, p);
   check_launch("finish_sums");
 }
 

@@ -149,7 +149,7 @@ void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
     set_up_attention(params, multiprocessors, stream);
   }
   const auto kernel = attention_kernel<T, DIM, KEYS, SHIFTED>;
-  constexpr size_t kBytes = sizeof(Memory) + 1024;  // and what aligns it
+  constexpr size_t kBytes = sizeof(Memory);
   static_assert(kBytes <= 227 * 1024, "the memory of a CTA fits a multiprocessor");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes)),
         "cannot have the shared memory");
@@ -189,7 +189,6 @@ bool target_attention_supported(const TargetAttentionProblem& p) {
            aligned_stride(head, p.kv_heads);
   };
   const bool suits_unit = sixteen_bit && p.scale >= 0 &&
-                          (p.head_dim <= kMostDimOfShiftedQueries || queries_are_aligned(p)) &&
                           history_fits(p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride) &&
                           history_fits(p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride);
   const bool self_counts =

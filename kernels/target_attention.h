@@ -64,13 +64,9 @@ struct TargetAttentionProblem {
   void* self_logsumexp = nullptr;  // as self_q without D, contiguous, or null
 };
 
-// Up to this D, queries of 16 bits may begin at any element.
-constexpr int64_t kMostDimOfShiftedQueries = 249;
-
 // Whether target_attention serves the problem: fp32; or fp16 and bf16 with a scale that is not negative, rows of k and
-// v that can be read 16 bytes at a time (aligned to 16 bytes, strides multiples of 8), and those of q and self_q as
-// well where D is above kMostDimOfShiftedQueries. Of queries that begin elsewhere, the memory in front of them may be
-// read down to the multiple of 16 bytes before.
+// v that can be read 16 bytes at a time (aligned to 16 bytes, strides multiples of 8). Of queries of 16 bits that begin
+// elsewhere, the memory in front of them may be read down to the multiple of 16 bytes before.
 bool target_attention_supported(const TargetAttentionProblem& problem);
 
 // Bytes of workspace that target_attention needs. What they hold before and after does not matter, and launches that

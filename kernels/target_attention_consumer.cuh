@@ -138,13 +138,8 @@ class Consumer {
       };
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) keep(i, *vector(first + i));
-      uint4 behind{0, 0, 0, 0};
-      if (first + kVectors < DIM / 8) {
-        behind = *vector(first + kVectors);
-      } else if constexpr (DIM <= 128) {
-        behind = *reinterpret_cast<const uint4*>(memory_.q_more[slot][row]);
-      }
-      keep(kVectors, behind);
+      const bool is_last = first + kVectors == DIM / 8;
+      keep(kVectors, is_last ? *reinterpret_cast<const uint4*>(memory_.q_more[slot][row]) : *vector(first + kVectors));
       __syncwarp();
 #pragma unroll
       for (int i = 0; i < kWords + 2; ++i) word[i] = (shift & 4) != 0 ? word[i + 2] : word[i];

@@ -19,8 +19,8 @@ __global__ __launch_bounds__(kAttentionThreads,
                              1) void attention_kernel(const __grid_constant__ AttentionParams params) {
   using namespace hopper;
   using Memory = AttentionMemory<T, DIM, KEYS>;
-  extern __shared__ unsigned char bytes[];
-  auto& memory = *reinterpret_cast<Memory*>(bytes + (1024 - shared_address(bytes) % 1024) % 1024);
+  extern __shared__ __align__(1024) unsigned char bytes[];
+  auto& memory = *reinterpret_cast<Memory*>(bytes);
   if (threadIdx.x == 0) {
     constexpr int kConsumerThreads = kConsumers * kWarpgroup;
     constexpr int kConsumerWarps = kConsumerThreads / 32;
@@ -29,6 +29,7 @@ __global__ __launch_bounds__(kAttentionThreads,
       mbarrier_init(&memory.tile_empty[i], kReaders);
       for (int half = 0; half < kConsumers; ++half) mbarrier_init(&memory.q_full[half][i], kLoaders / kConsumers);
     }
+    mbarrier_init(&memory.q_requested, kConsumers);
     for (int i = 0; i < Memory::kHalves; ++i) mbarrier_init(&memory.q_empty[i], kWarpgroup);
     for (int i = 0; i < kStages; ++i) {
       mbarrier_init(&memory.k_full[i], 1);

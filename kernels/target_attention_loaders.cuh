@@ -82,8 +82,8 @@ __device__ void produce(const AttentionParams& params, AttentionMemory<T, DIM, K
                        tile.kv_head, user);
       }
       if (number == 1 && block == blocks_of(tile, KEYS) - 1) {
-        // The first products wait for queries too: what is asked for now would come before them.
-        for (auto& full : memory.q_full) mbarrier_wait(&full[0], 0);
+        // The first products wait for queries too: what is asked for before these would come before them.
+        mbarrier_wait(&memory.q_requested, 0);
       }
       mbarrier_wait(&memory.v_empty[stage.slot], stage.parity ^ 1);
       mbarrier_arrive_expect_bytes(&memory.v_full[stage.slot], kBlockBytes);
@@ -165,9 +165,7 @@ __device__ __forceinline__ void copy_shifted_queries(const AttentionParams& para
   }
   const int row = i * 32 + lane;
   memory.q_shift[slot][row] = static_cast<uint8_t>(reinterpret_cast<uint64_t>(query) % kBytes / sizeof(T));
-  if constexpr (DIM <= 128) {
-    copy(memory.q_more[slot][row], reinterpret_cast<uint64_t>(query), Lanes::kChunksOfRow);
-  }
+  copy(memory.q_more[slot][row], reinterpret_cast<uint64_t>(query), Lanes::kChunksOfRow);
 }
 
 // By the copy engine: the packed rows from `row` of a half on that one candidate, or one history, has one after the
@@ -193,6 +191,11 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
   const int lane = static_cast<int>(threadIdx.x) % 32;
   RingPosition<kTileSlots> at;
   HalfPosition<AttentionMemory<T, DIM, KEYS>::kHalves> half(number);
+  bool is_first = true;
+  const auto requested = [&] {
+    if (is_first && lane == 0) mbarrier_arrive(&memory.q_requested);
+    is_first = false;
+  };
   const auto candidate_at = [&](uint32_t i) -> uint32_t {
     if constexpr (AttentionMemory<T, DIM, KEYS>::kHasOwnList) {
       if (params.makes_own_list) return memory.own.order[i];
@@ -217,24 +220,17 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
     const auto row_of = [&](int i) { return packed_row_at<T>(params, tile, first + i * 32 + lane, place[i]); };
     uint64_t* const full = &memory.q_full[number][at.slot];
     mbarrier_wait(&memory.q_empty[half.slot], half.parity ^ 1);
+    const bool copies = reads_any && !by_engine;
     uint32_t bytes = 0;
     if (reads_any && by_engine) {
-      const int rows = min(tile.rows - first, kHalfRows);
-      const int pieces = (rows + (1 << piece_bits) - 1) >> piece_bits;
-      if (piece_bits > 0) {
-        if (lane < pieces) load_piece(params, memory, tile, piece, half.slot, lane << piece_bits, full);
-      } else {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const int row = i * 32 + lane;
-          if (row < rows) load_piece(params, memory, tile, place[i], half.slot, row, full);
-        }
-      }
+      const int pieces = (min(tile.rows - first, kHalfRows) + (1 << piece_bits) - 1) >> piece_bits;
+      if (lane < pieces) load_piece(params, memory, tile, piece, half.slot, lane << piece_bits, full);
       bytes = static_cast<uint32_t>(pieces << piece_bits) * DIM * sizeof(T);
     }
+    if (!copies) requested();
 #pragma unroll
     for (int i = 0; i < 2; ++i) memory.out_row[half.slot][i * 32 + lane] = row_of(i).out_row;
-    if (reads_any && !by_engine) {
+    if (copies) {
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         if constexpr (SHIFTED) {
@@ -245,6 +241,7 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
           copy_queries(params, memory, half.slot, i, row_of(i).query);
         }
       }
+      requested();
       cp_async_wait_all();
       fence_proxy_async_shared();
     }

@@ -55,8 +55,8 @@ struct alignas(1024) AttentionMemory {
   T k[kStages][kPanels][KEYS][kPanel];
   T v[kStages][kPanels][KEYS][kPanel];
   // Of queries that do not begin at multiples of 16 bytes: what of a row comes behind its place, and how many elements
-  // of the row before it come first. The longest row of 256 elements has no more place.
-  T q_more[kHalves][DIM > 128 ? 1 : kHalfRows][kVector];
+  // of the row before it come first.
+  T q_more[kHalves][kHalfRows][kVector];
   uint8_t q_shift[kHalves][kHalfRows];
   uint32_t out_row[kHalves][kHalfRows];  // of the result without D, or kNoRow
   AttentionTile tile[kTileSlots];
@@ -64,6 +64,7 @@ struct alignas(1024) AttentionMemory {
   std::conditional_t<kHasOwnList, OwnList, NoOwnList> own;
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   uint64_t q_full[kConsumers][kTileSlots], q_empty[kHalves];
+  uint64_t q_requested;  // of the first tile
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
 };

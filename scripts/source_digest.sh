@@ -7,11 +7,12 @@
 #   (by scripts/gpu_check.sh), zoo (by scripts/zoo.sh), zoo_random (by the random programs of tests/python)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-lce=(kernels/linear_compression* kernels/hopper kernels/scalar* kernels/align_rows* kernels/unaligned_rows.cuh)
+lce=(kernels/linear_compression* kernels/hopper kernels/scalar* kernels/align_rows* kernels/unaligned_rows.cuh kernels/divisor.h
+  kernels/tickets.cuh)
 skip=()
 case "${1:-}" in
   lce_peers) paths=("${lce[@]}" bench/lce_peers.py bench/device_time.py bench/lce_c_api.cpp) ;;
-  attention | attention_self) paths=(kernels/target_attention* kernels/hopper kernels/scalar* kernels/unaligned_rows.cuh bench/attention_*
+  attention | attention_self) paths=(kernels/target_attention* kernels/hopper kernels/scalar* kernels/divisor.h kernels/tickets.cuh bench/attention_*
     bench/device_time.py) ;;
   odd_sizes) paths=(kernels ops/cuda ops/aligned_cat.cc ops/aligned_cat.h bench/odd_sizes.py bench/device_time.py) ;;
   model) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/movielens) ;;

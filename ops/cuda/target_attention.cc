@@ -140,17 +140,9 @@ AttentionResults attention_cuda(const char* op, const std::optional<at::Tensor>&
       for (size_t i = 0; i < regular.size(); i += 3) regular[i] = regular[i].neg();  // the queries
       scale = -scale;
     }
-    // The kernel takes queries from anywhere, but the longest.
-    const bool with_queries = arguments.q.size(3) > kernels::kMostDimOfShiftedQueries;
-    std::vector<size_t> which;
-    std::vector<at::Tensor> copied;
-    for (size_t i = 0; i < regular.size(); ++i) {
-      if (i % 3 == 0 && !with_queries) continue;
-      which.push_back(i);
-      copied.push_back(regular[i]);
-    }
-    copied = with_aligned_rows(std::move(copied), call.stream());
-    for (size_t i = 0; i < which.size(); ++i) regular[which[i]] = std::move(copied[i]);
+    // The kernel takes queries from anywhere.
+    std::vector<at::Tensor> histories = with_aligned_rows({regular[1], regular[2]}, call.stream());
+    for (size_t i = 0; i < histories.size(); ++i) regular[1 + i] = std::move(histories[i]);
   }
   Job job = job_of(op, {regular[0], regular[1], regular[2], arguments.candidate_to_user, arguments.kv_lengths,
                         arguments.kv_offsets, scale});
