@@ -90,6 +90,8 @@ CASES = [
     (attention, {"dim": 127}, {}),
     (attention, {"dim": 124}, {}),
     (attention, {"dim": 122}, {}),
+    (attention, {"dim": 255, "heads": 1}, {"dim": 256, "heads": 1}),
+    (attention, {"dim": 250, "heads": 1}, {"dim": 256, "heads": 1}),
     (attention, {"dim": 50}, {"dim": 56}),
     (attention, {"length": 1021}, {}),
     (attention, {"length": 301, "dim": 61, "seeds": 7}, {"length": 304, "dim": 64, "seeds": 8}),
