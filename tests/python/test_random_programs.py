@@ -1,6 +1,6 @@
 """Random programs over the rule families: exported, transformed in every mode, compared with the original in C++.
 
-IKBO_RANDOM_PROGRAMS sets how many (500 in scripts/test.sh); IKBO_PROGRAM_SEED which ones. For a long run,
+IKBO_RANDOM_PROGRAMS sets how many (250 in scripts/test.sh); IKBO_PROGRAM_SEED which ones. For a long run,
 IKBO_PROGRAM_FOLDER keeps what is exported, so that it can be taken up again, and IKBO_PROGRAM_RESULT is the file that
 the outcome is written to (bench/results/cpu/zoo_random.json).
 """
