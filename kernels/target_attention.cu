@@ -127,7 +127,7 @@ bool takes_turns(const TargetAttentionProblem& p) {
 
 // Whether every CTA lists the tiles itself.
 bool makes_own_list(const TargetAttentionProblem& p) {
-  return p.self_q == nullptr && p.users <= kMostOwnUsers && p.candidates <= kMostOwnCandidates;
+  return p.users <= kMostOwnUsers && p.candidates <= kMostOwnCandidates;
 }
 
 template <typename T, int DIM, int KEYS, bool SHIFTED>

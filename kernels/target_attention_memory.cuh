@@ -27,12 +27,15 @@ struct alignas(16) OwnUser {
   int32_t rows;   // of them, packed
   int32_t kv_first;
   int32_t kv_length;
+  int32_t gap_begin;  // of tiles of rows of self_q that belong to no history and are listed with the user's
+  int32_t gap_tiles;
 };
 // What others need to know of a user to find the places of their own.
 struct alignas(16) OwnShare {
   int32_t candidates;
   int32_t tiles;
   int32_t bucket;  // of the length of its history
+  int32_t gap_tiles;
 };
 struct OwnList {
   OwnUser user[kMostOwnUsers + 1];
@@ -41,6 +44,7 @@ struct OwnList {
   // A user's candidates that a warp counted, and then those of the warps before.
   int32_t counted[kAttentionThreads / 32][kMostOwnUsers + 1];
   int32_t tiles;
+  bool self_is_void;  // whether offsets decrease
 };
 struct NoOwnList {};
 

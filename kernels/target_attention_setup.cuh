@@ -200,9 +200,7 @@ struct Grouping {
       const int32_t tiles = tiles_of_user(count, length);
       if (tiles > 0) atomicAdd(&bucket[bucket_of(length)], tiles);
       if (has_self()) {
-        const int32_t more =
-            tiles_of(static_cast<int32_t>(gap(u, is_void).length) * static_cast<int32_t>(params.group.divisor)) *
-            kv_heads;
+        const int32_t more = tiles_of(rows_of_gap(gap(u, is_void))) * kv_heads;
         if (more > 0) atomicAdd(&gap_tiles, more);
       }
     }
@@ -246,28 +244,35 @@ struct Grouping {
     }
   }
 
+  __device__ int32_t rows_of_gap(const History& gap) const {
+    return static_cast<int32_t>(gap.length) * static_cast<int32_t>(params.group.divisor);
+  }
+  __device__ AttentionTile tile_of_gap(int32_t user, bool is_void, const History& gap, int32_t t) const {
+    const int32_t rows = rows_of_gap(gap);
+    const int32_t tiles = tiles_of(rows);
+    const int32_t head = t / tiles;
+    const int32_t row = (t - head * tiles) * params.tile_rows;
+    return {is_void ? -1 : user,
+            head,
+            row,
+            min(params.tile_rows, rows - row),
+            static_cast<int32_t>(gap.first),
+            0,
+            0,
+            kSelf};
+  }
+
   // By a warp: the tiles of a gap, wherever there is room behind all others.
   __device__ void list_gap(int32_t user, bool is_void) const {
-    const History own = gap(user, is_void);
-    const int32_t rows = static_cast<int32_t>(own.length) * static_cast<int32_t>(params.group.divisor);
-    const int32_t tiles = tiles_of(rows);
-    const int32_t all = tiles * static_cast<int32_t>(params.problem.kv_heads);
+    const History of = gap(user, is_void);
+    const int32_t all = tiles_of(rows_of_gap(of)) * static_cast<int32_t>(params.problem.kv_heads);
     if (all == 0) return;
     const auto lane = static_cast<int32_t>(threadIdx.x % 32);
     int32_t first = 0;
     if (lane == 0) first = atomicAdd(&params.workspace.header->next_gap, all);
     first = __shfl_sync(0xffff'ffff, first, 0);
     for (int32_t t = lane; t < all; t += 32) {
-      const int32_t head = t / tiles;
-      const int32_t row = (t - head * tiles) * params.tile_rows;
-      params.workspace.tiles[first + t] = {is_void ? -1 : user,
-                                           head,
-                                           row,
-                                           min(params.tile_rows, rows - row),
-                                           static_cast<int32_t>(own.first),
-                                           0,
-                                           0,
-                                           kSelf};
+      params.workspace.tiles[first + t] = tile_of_gap(user, is_void, of, t);
     }
   }
 };

@@ -140,9 +140,16 @@ AttentionResults attention_cuda(const char* op, const std::optional<at::Tensor>&
       for (size_t i = 0; i < regular.size(); i += 3) regular[i] = regular[i].neg();  // the queries
       scale = -scale;
     }
-    // The kernel takes queries from anywhere.
-    std::vector<at::Tensor> histories = with_aligned_rows({regular[1], regular[2]}, call.stream());
-    for (size_t i = 0; i < histories.size(); ++i) regular[1 + i] = std::move(histories[i]);
+    // The kernel takes queries from anywhere; above this D, whatever moves them is not hidden behind products.
+    constexpr int64_t kMostMovedDim = 128;
+    const bool moves_queries = arguments.q.size(3) <= kMostMovedDim;
+    std::vector<size_t> aligned = {1, 2};
+    if (!moves_queries) aligned.push_back(0);
+    if (!moves_queries && has_self) aligned.push_back(3);
+    std::vector<at::Tensor> rows;
+    for (const size_t i : aligned) rows.push_back(regular[i]);
+    rows = with_aligned_rows(rows, call.stream());
+    for (size_t i = 0; i < rows.size(); ++i) regular[aligned[i]] = std::move(rows[i]);
   }
   Job job = job_of(op, {regular[0], regular[1], regular[2], arguments.candidate_to_user, arguments.kv_lengths,
                         arguments.kv_offsets, scale});

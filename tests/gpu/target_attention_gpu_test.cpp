@@ -272,7 +272,7 @@ TEST(TargetAttention, OneCtaSetsUpSomeCandidatesOfAnyNumberOfUsers) {
   check<float>({2'000, 3'000, 3, 5, 2, 1, 9, true}, ScalarType::kFloat32, 4e-6);
 }
 
-// Where candidates and users are few, and no rows of histories attend beside them, all CTAs list the tiles.
+// Where candidates and users are few, all CTAs list the tiles, those of histories that attend to themselves too.
 TEST(TargetAttention, SmallListsOfTheirOwnHaveTilesToDraw) {
   check<__nv_bfloat16>({150, 40, 40, 70, 3, 3, 64, true}, ScalarType::kBFloat16, 0x1p-7);
 }
@@ -281,7 +281,12 @@ TEST(TargetAttention, AllCtasListTheTilesOfFewUsers) {
   check<__half>({2'047, 1, 4, 33, 1, 1, 128, true}, ScalarType::kFloat16, 0x1p-10);
   check<__nv_bfloat16>({385, 128, 1, 90, 4, 1, 64, true}, ScalarType::kBFloat16, 0x1p-7);
   check<__nv_bfloat16>({2'048, 129, 3, 40, 1, 1, 32, false}, ScalarType::kBFloat16, 0x1p-7);
-  check<__nv_bfloat16>({2'049, 128, 3, 40, 1, 1, 32, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({8'192, 127, 1, 40, 1, 1, 32, true}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({8'193, 128, 1, 40, 1, 1, 32, false}, ScalarType::kBFloat16, 0x1p-7);
+}
+TEST(TargetAttention, OwnListsHaveRowsOfHistoriesInManyTiles) {
+  check<__nv_bfloat16>({40, 3, 6, 700, 4, 2, 128, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({60, 90, 2, 260, 2, 1, 64, true}, ScalarType::kBFloat16, 0x1p-7);
 }
 
 TEST(TargetAttention, ManyCandidatesAreSetUpByManyCtas) {
