@@ -62,6 +62,11 @@ int64_t most_tiles(const TargetAttentionProblem& p, int64_t tile_rows) {
   return (rows / tile_rows + runs) * p.kv_heads;
 }
 
+TileList list_of(const TargetAttentionProblem& p) {
+  if (p.users > kMostListedUsers || p.head_dim > kMostListedDim) return TileList::kTiles;
+  return p.candidates <= kMostOwnCandidates ? TileList::kOwnUsers : TileList::kUsers;
+}
+
 // Bytes needed; the sections of `workspace`, where one is given.
 size_t lay_out(const TargetAttentionProblem& p, void* base, AttentionWorkspace* workspace) {
   size_t end = 0;
@@ -80,6 +85,8 @@ size_t lay_out(const TargetAttentionProblem& p, void* base, AttentionWorkspace* 
   reserve(w.tile_begin, p.users + 1);
   reserve(w.order, p.candidates);
   reserve(w.tiles, most_tiles(p, kHalfRows));
+  reserve(w.users, kMostListedUsers + 1);
+  reserve(w.matrix, list_of(p) == TileList::kUsers ? (p.users + 1) * kMatrixCtas : 0);
   return end;
 }
 
@@ -125,11 +132,6 @@ bool takes_turns(const TargetAttentionProblem& p) {
   return p.head_dim <= 64 || (p.head_dim <= 128 && p.length <= kShort * histories);
 }
 
-// Whether every CTA lists the tiles itself.
-bool makes_own_list(const TargetAttentionProblem& p) {
-  return p.users <= kMostOwnUsers && p.candidates <= kMostOwnCandidates;
-}
-
 template <typename T, int DIM, int KEYS, bool SHIFTED>
 void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   const TargetAttentionProblem& p = params.problem;
@@ -144,10 +146,9 @@ void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
     // Rows behind a tile's last are the next history's, and not used.
     make_query_map(params, kSelf, p.kv_offsets != nullptr ? 1 : p.users, p.length, kHalfRows);
   }
-  params.makes_own_list = Memory::kHasOwnList && makes_own_list(p);
-  if (!params.makes_own_list) {
-    set_up_attention(params, multiprocessors, stream);
-  }
+  params.list = list_of(p);
+  if (params.list == TileList::kTiles) set_up_attention(params, multiprocessors, stream);
+  if (params.list == TileList::kUsers) list_users_of_many(params, stream);
   const auto kernel = attention_kernel<T, DIM, KEYS, SHIFTED>;
   constexpr size_t kBytes = sizeof(Memory);
   static_assert(kBytes <= 227 * 1024, "the memory of a CTA fits a multiprocessor");

@@ -46,15 +46,15 @@ __global__ __launch_bounds__(kAttentionThreads,
     }
   }
   if constexpr (Memory::kHasOwnList) {
-    if (params.makes_own_list) clear_own_list(memory.own, memory.tile[0]);
+    if (params.list == TileList::kOwnUsers) clear_own_list(memory);
   }
   __syncthreads();
   // What is above may run while the launch before this one ends.
   grid_dependency_wait();
   grid_dependency_launch();
   if constexpr (Memory::kHasOwnList) {
-    if (params.makes_own_list) {
-      make_own_list(params, memory.own, memory.tile[0]);
+    if (params.list == TileList::kOwnUsers) {
+      make_own_list(params, memory);
       __syncthreads();
       if (threadIdx.x == 0) mbarrier_arrive(&memory.tile_full[0]);
     }

@@ -7,6 +7,7 @@
 #include "kernels/target_attention_memory.cuh"
 #include "kernels/target_attention_own_list.cuh"
 #include "kernels/target_attention_packed.cuh"
+#include "kernels/tickets.cuh"
 
 namespace ikbo::kernels {
 
@@ -18,7 +19,7 @@ __device__ void draw_tiles(const AttentionParams& params, AttentionMemory<T, DIM
   using namespace hopper;
   using Memory = AttentionMemory<T, DIM, KEYS>;
   const bool leads = threadIdx.x % 32 == 0;
-  const bool own = Memory::kHasOwnList && params.makes_own_list;
+  const bool own = Memory::kHasOwnList && params.list == TileList::kOwnUsers;
   AttentionHeader* const header = params.workspace.header;
   RingPosition<kTileSlots> at;
   uint32_t tiles = 0;
@@ -26,18 +27,23 @@ __device__ void draw_tiles(const AttentionParams& params, AttentionMemory<T, DIM
     if (own) tiles = memory.own.tiles;
   }
   if (!own) tiles = header->tile_count;
+  const auto tile_at = [&](uint32_t number) -> AttentionTile {
+    if constexpr (Memory::kHasOwnList) {
+      const auto place = static_cast<int32_t>(number);
+      if (own) return tile_of_users(params, memory.own.user, place, memory.own.self_is_void);
+      if (params.list == TileList::kUsers) {
+        return tile_of_users(params, params.workspace.users, place, header->self_is_void != 0);
+      }
+    }
+    return params.workspace.tiles[number];
+  };
   // What every CTA begins with is not drawn.
   const uint32_t drawn = tiles > gridDim.x ? tiles - gridDim.x : 0;
   uint32_t number = blockIdx.x;
   while (true) {
     if (!own || number != blockIdx.x) {
       AttentionTile tile{};
-      if (number < tiles) {
-        if constexpr (Memory::kHasOwnList) {
-          if (own) tile = tile_of_own_list(params, memory.own, static_cast<int32_t>(number));
-        }
-        if (!own) tile = params.workspace.tiles[number];
-      }
+      if (number < tiles) tile = tile_at(number);
       if (leads) {
         memory.tile[at.slot] = tile;
         mbarrier_arrive(&memory.tile_full[at.slot]);
@@ -196,12 +202,7 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
     if (is_first && lane == 0) mbarrier_arrive(&memory.q_requested);
     is_first = false;
   };
-  const auto candidate_at = [&](uint32_t i) -> uint32_t {
-    if constexpr (AttentionMemory<T, DIM, KEYS>::kHasOwnList) {
-      if (params.makes_own_list) return memory.own.order[i];
-    }
-    return params.workspace.order[i];
-  };
+  const auto candidate_at = [&](uint32_t i) { return memory.candidate_at(params, i); };
   while (true) {
     mbarrier_wait(&memory.tile_full[at.slot], at.parity);
     const AttentionTile tile = memory.tile[at.slot];

@@ -3,6 +3,7 @@
 
 #include "kernels/target_attention_packed.cuh"
 #include "kernels/target_attention_params.h"
+#include "kernels/target_attention_user_list.cuh"
 
 namespace ikbo::kernels {
 
@@ -17,32 +18,19 @@ static_assert(kHalfRows * kConsumers == kTileRows);
 constexpr int kPanel = 64;  // elements of D in 128 bytes
 constexpr int kVector = 8;  // and in 16
 
-// Where a CTA makes the list of tiles itself (kernels/target_attention_own_list.cuh).
-constexpr int kMostOwnUsers = 128;  // and a place for candidates of no user
-constexpr int kMostOwnCandidates = 8192;
-struct alignas(16) OwnUser {
-  int32_t tile_begin;
-  int32_t tiles;
-  int32_t begin;  // of its candidates in `order`
-  int32_t rows;   // of them, packed
-  int32_t kv_first;
-  int32_t kv_length;
-  int32_t gap_begin;  // of tiles of rows of self_q that belong to no history and are listed with the user's
-  int32_t gap_tiles;
-};
-// What others need to know of a user to find the places of their own.
-struct alignas(16) OwnShare {
-  int32_t candidates;
-  int32_t tiles;
-  int32_t bucket;  // of the length of its history
-  int32_t gap_tiles;
+// Where every CTA makes the list of tiles itself (kernels/target_attention_own_list.cuh): how many candidates a thread
+// counts at most. From about 5,500 candidates on, two launches before this one are faster.
+constexpr int kOwnSteps = 12;
+constexpr int kMostOwnCandidates = kOwnSteps * kAttentionThreads;
+// What the list is made from: in the place of queries, before there are any.
+struct OwnScratch {
+  UserShare share[kMostListedUsers + 1];
+  // A user's candidates that a warp counted, and then those of the warps before.
+  int32_t counted[kAttentionThreads / 32][kMostListedUsers + 1];
 };
 struct OwnList {
-  OwnUser user[kMostOwnUsers + 1];
-  OwnShare share[kMostOwnUsers + 1];
+  ListedUser user[kMostListedUsers + 1];
   uint16_t order[kMostOwnCandidates];  // grouped by user
-  // A user's candidates that a warp counted, and then those of the warps before.
-  int32_t counted[kAttentionThreads / 32][kMostOwnUsers + 1];
   int32_t tiles;
   bool self_is_void;  // whether offsets decrease
 };
@@ -64,13 +52,25 @@ struct alignas(1024) AttentionMemory {
   uint8_t q_shift[kHalves][kHalfRows];
   uint32_t out_row[kHalves][kHalfRows];  // of the result without D, or kNoRow
   AttentionTile tile[kTileSlots];
-  static constexpr bool kHasOwnList = DIM <= 128;  // above, there is no room
+  static constexpr bool kHasOwnList = DIM <= kMostListedDim;  // above, there is no room
   std::conditional_t<kHasOwnList, OwnList, NoOwnList> own;
   uint64_t tile_full[kTileSlots], tile_empty[kTileSlots];
   uint64_t q_full[kConsumers][kTileSlots], q_empty[kHalves];
   uint64_t q_requested;  // of the first tile
   uint64_t k_full[kStages], k_empty[kStages];
   uint64_t v_full[kStages], v_empty[kStages];
+
+  __device__ OwnScratch& own_scratch() {
+    static_assert(sizeof(OwnScratch) <= sizeof(q));
+    return *reinterpret_cast<OwnScratch*>(q);
+  }
+  // Candidate i of those that are grouped by user, whoever grouped them.
+  __device__ uint32_t candidate_at(const AttentionParams& params, uint32_t i) const {
+    if constexpr (kHasOwnList) {
+      if (params.list == TileList::kOwnUsers) return own.order[i];
+    }
+    return params.workspace.order[i];
+  }
 };
 
 // A slot of a ring of COUNT, and the parity of the phase it is in.

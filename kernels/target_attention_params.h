@@ -48,7 +48,28 @@ struct AttentionHeader {
   uint32_t tile_count;
   int32_t next_gap;      // place of the next tile of rows of self_q that belong to no history
   int32_t self_is_void;  // whether offsets decrease
-  uint64_t tickets;      // in place of next_tile where CTAs list their tiles themselves (kernels/tickets.cuh)
+  uint64_t tickets;      // in place of next_tile where CTAs list the users themselves (kernels/tickets.cuh)
+};
+
+// A user in a list of tiles by users, of at most so many of these and a place for candidates of none.
+constexpr int kMostListedUsers = 128;
+constexpr int kMostListedDim = 128;
+struct alignas(16) ListedUser {
+  int32_t tile_begin;
+  int32_t tiles;
+  int32_t begin;  // of its candidates in `order`
+  int32_t rows;   // of them, packed
+  int32_t kv_first;
+  int32_t kv_length;
+  int32_t gap_begin;  // of tiles of rows of self_q that belong to no history and are listed with the user's
+  int32_t gap_tiles;
+};
+
+// Where users are few, a CTA works out of a short list of them what tile it has drawn; else all tiles are listed.
+enum class TileList : int32_t {
+  kTiles,
+  kUsers,     // made by launches before
+  kOwnUsers,  // made by every CTA
 };
 
 // Sections of the workspace.
@@ -60,6 +81,8 @@ struct AttentionWorkspace {
   int32_t* tile_begin;  // (users + 1)
   int32_t* order;       // (candidates), grouped by user
   AttentionTile* tiles;
+  ListedUser* users;  // (kMostListedUsers + 1)
+  int32_t* matrix;    // (kMostListedUsers + 1, CTAs) of candidates that a CTA counted
 };
 
 struct AttentionParams {
@@ -71,9 +94,9 @@ struct AttentionParams {
   int32_t tile_rows;            // kTileRows or kHalfRows
   bool rows_by_vectors;         // whether rows of the results can be written 16 bytes at a time
   bool takes_turns;             // whether a warpgroup waits for the other's scores before it asks for its own
-  bool makes_own_list;          // whether every CTA lists the tiles itself
-  float scale_log2;             // of the logits, times log2(e)
-  CUtensorMap k;                // (users, kv_heads, length, D), boxes of 64 elements by the keys of a block
+  TileList list;
+  float scale_log2;  // of the logits, times log2(e)
+  CUtensorMap k;     // (users, kv_heads, length, D), boxes of 64 elements by the keys of a block
   CUtensorMap v;
   CUtensorMap q[2];  // kTarget, kSelf: (owners, rows of an owner, q_heads, D), boxes of 64 elements of packed rows
 };

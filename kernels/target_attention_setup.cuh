@@ -1,6 +1,6 @@
 // Grouping of candidates by user and the list of tiles, on the device, so that nothing is read on the host and a
 // captured graph serves any mapping and any lengths. One CTA does it all; where there are many candidates, more of them
-// count and sort, in launches of their own.
+// count and sort, in launches of their own. (Few users: kernels/target_attention_user_list.cuh.)
 #pragma once
 
 #include "kernels/hopper/launch.h"

@@ -242,7 +242,8 @@ class TargetAttentionSmall : public ::testing::TestWithParam<Case> {};
 TEST_P(TargetAttentionSmall, AgreesWithFloat64) {
   check<__nv_bfloat16>(GetParam(), ScalarType::kBFloat16, 0x1p-7);
   check<__half>(GetParam(), ScalarType::kFloat16, 0x1p-10);
-  check<float>(GetParam(), ScalarType::kFloat32, 4e-6);
+  // Where all terms of a logit have one sign, it is several times as large, and so is what its rounding does.
+  check<float>(GetParam(), ScalarType::kFloat32, GetParam().signs ? 1e-5 : 4e-6);
 }
 
 INSTANTIATE_TEST_SUITE_P(Shapes, TargetAttentionSmall,
@@ -281,8 +282,10 @@ TEST(TargetAttention, AllCtasListTheTilesOfFewUsers) {
   check<__half>({2'047, 1, 4, 33, 1, 1, 128, true}, ScalarType::kFloat16, 0x1p-10);
   check<__nv_bfloat16>({385, 128, 1, 90, 4, 1, 64, true}, ScalarType::kBFloat16, 0x1p-7);
   check<__nv_bfloat16>({2'048, 129, 3, 40, 1, 1, 32, false}, ScalarType::kBFloat16, 0x1p-7);
-  check<__nv_bfloat16>({8'192, 127, 1, 40, 1, 1, 32, true}, ScalarType::kBFloat16, 0x1p-7);
-  check<__nv_bfloat16>({8'193, 128, 1, 40, 1, 1, 32, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({4'608, 127, 1, 40, 1, 1, 32, true}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({4'609, 128, 1, 40, 1, 1, 32, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__half>({13'000, 3, 1, 40, 4, 2, 64, true}, ScalarType::kFloat16, 0x1p-10);
+  check<__nv_bfloat16>({3'000, 128, 1, 40, 1, 1, 256, true}, ScalarType::kBFloat16, 0x1p-7);
 }
 TEST(TargetAttention, OwnListsHaveRowsOfHistoriesInManyTiles) {
   check<__nv_bfloat16>({40, 3, 6, 700, 4, 2, 128, false}, ScalarType::kBFloat16, 0x1p-7);
@@ -291,6 +294,8 @@ TEST(TargetAttention, OwnListsHaveRowsOfHistoriesInManyTiles) {
 
 TEST(TargetAttention, ManyCandidatesAreSetUpByManyCtas) {
   check<__nv_bfloat16>({20'000, 300, 1, 20, 1, 1, 8, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({140'000, 128, 1, 5, 1, 1, 8, true}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({17'000, 129, 1, 5, 1, 1, 8, false}, ScalarType::kBFloat16, 0x1p-7);
   check<__nv_bfloat16>({17'000, 5'000, 2, 3, 2, 1, 8, true}, ScalarType::kBFloat16, 0x1p-7);
 }
 
