@@ -106,10 +106,10 @@ CUtensorMap history_map(const TargetAttentionProblem& p, const void* pointer, in
       {kPanel, keys, 1, 1}, "target_attention");
 }
 
-// The map of queries whose packed rows lie as (owners, rows of an owner, query heads), where it has boxes that tiles
-// are made of: every half of a tile begins at a multiple of kHalfRows of them, and an owner's rows at multiples of
-// `rows_of_owner` times the group.
-void make_query_map(AttentionParams& params, int queries, int64_t owners, int64_t rows, int64_t rows_of_owner) {
+// The maps of queries whose packed rows lie as (owners, rows of an owner, query heads), and of their results, where
+// these have boxes that tiles are made of: every half of a tile begins at a multiple of kHalfRows of them, and an
+// owner's rows at multiples of `rows_of_owner` times the group.
+void make_query_maps(AttentionParams& params, int queries, int64_t owners, int64_t rows, int64_t rows_of_owner) {
   const TargetAttentionProblem& p = params.problem;
   AttentionQueries& of = params.queries[queries];
   const int64_t group = group_of(p);
@@ -122,34 +122,82 @@ void make_query_map(AttentionParams& params, int queries, int64_t owners, int64_
       {legal_stride(of.head_stride, p.q_heads), legal_stride(of.row_stride, rows),
        legal_stride(of.owner_stride, owners)},
       {kPanel, static_cast<int>(group), static_cast<int>(piece / group), 1}, "target_attention");
+  const int64_t out_piece = std::min<int64_t>(piece, kWarpRows);
+  constexpr int64_t kMostRows = int64_t{1} << 31;  // that a Divisor divides
+  if (!params.rows_by_vectors || out_piece % group != 0 || owners * rows * p.q_heads >= kMostRows) return;
+  of.out_piece_bits = static_cast<int32_t>(std::countr_zero(static_cast<uint64_t>(out_piece)));
+  params.out[queries] = hopper::tensor_map_16_bit(
+      of.out, p.type == ScalarType::kFloat16, {p.head_dim, p.q_heads, owners * rows},
+      {legal_stride(p.head_dim, p.q_heads), legal_stride(p.q_heads * p.head_dim, owners * rows)},
+      {kPanel, static_cast<int>(group), static_cast<int>(out_piece / group)}, "target_attention");
+}
+
+// Rows of a history, on average where histories are packed.
+int64_t typical_length(const TargetAttentionProblem& p) {
+  return p.kv_offsets != nullptr ? p.length / std::max<int64_t>(p.users, 1) : p.length;
+}
+
+// Rows of a candidate's that tiles have as a whole, and boxes of unaligned ones in them: rows that are eight seeds
+// apart are a multiple of 16 bytes apart.
+struct Boxes {
+  int64_t piece;
+  int64_t count;
+};
+Boxes boxes_of(int64_t seeds, int64_t group) {
+  return {std::gcd(seeds * group, int64_t{kHalfRows}), kAlignedElements * group};
+}
+
+// Windows of queries, where boxes have several rows. Behind a history's last row there may be no memory: its rows are
+// in none.
+void make_windows(UnalignedAttentionParams& params) {
+  const TargetAttentionProblem& p = params.problem;
+  AttentionQueries& of = params.queries[kTarget];
+  params.queries[kSelf].piece_bits = params.queries[kSelf].box_bits = of.piece_bits = of.box_bits = 0;
+  const std::array<int64_t, 3> sizes = {p.candidates, p.seeds, p.q_heads};
+  const std::array<int64_t, 3> strides = {of.owner_stride, of.row_stride, of.head_stride};
+  constexpr int64_t kMostStride = int64_t{1} << 35;
+  if (p.candidates * p.seeds == 0 || !unaligned_queries_have_boxes(p.seeds, p.q_heads, p.kv_heads)) return;
+  if (*std::ranges::min_element(strides) < 0 || of.row_stride == 0 || of.row_stride > kMostStride) return;
+  const Boxes boxes = boxes_of(p.seeds, group_of(p));
+  of.piece_bits = std::countr_zero(static_cast<uint64_t>(boxes.piece));
+  of.box_bits = std::countr_zero(static_cast<uint64_t>(boxes.piece / boxes.count));
+  int64_t span = 0;
+  int64_t step = kAlignedElements;
+  for (size_t i = 0; i < sizes.size(); ++i) {
+    if (sizes[i] <= 1) continue;
+    span += (sizes[i] - 1) * strides[i];
+    step = std::gcd(step, strides[i]);
+  }
+  params.q_rows = row_windows({.first = of.q,
+                               .span = span,
+                               .step = step,
+                               .size = p.head_dim,
+                               .box_rows = 1 << of.box_bits,
+                               .box_stride = kAlignedElements * of.row_stride,
+                               .is_fp16 = p.type == ScalarType::kFloat16},
+                              "target_attention");
 }
 
 // In turns, one warpgroup's weights are computed while the other one has the matrix unit. That pays where a block's
 // weights take as long as its products do, and where histories are short; else both are faster without waiting.
 bool takes_turns(const TargetAttentionProblem& p) {
   constexpr int64_t kShort = 768;
-  const int64_t histories = p.kv_offsets != nullptr ? std::max<int64_t>(p.users, 1) : 1;
-  return p.head_dim <= 64 || (p.head_dim <= 128 && p.length <= kShort * histories);
+  return p.head_dim <= 64 || (p.head_dim <= 128 && typical_length(p) <= kShort);
 }
 
-template <typename T, int DIM, int KEYS, bool SHIFTED>
-void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
+template <typename T, int DIM, int KEYS, RowPath PATH>
+void launch(KernelParams<PATH>& params, int multiprocessors, cudaStream_t stream) {
   const TargetAttentionProblem& p = params.problem;
   if (p.length > 0 && p.users > 0) {
     params.k = history_map(p, p.k, p.k_user_stride, p.k_row_stride, p.k_head_stride, KEYS);
     params.v = history_map(p, p.v, p.v_user_stride, p.v_row_stride, p.v_head_stride, KEYS);
   }
   const auto ctas = static_cast<unsigned>(std::min<int64_t>(multiprocessors, most_tiles(p, params.tile_rows)));
-  using Memory = AttentionMemory<T, DIM, KEYS>;
-  if constexpr (!SHIFTED) {
-    make_query_map(params, kTarget, p.candidates, p.seeds, p.seeds);
-    // Rows behind a tile's last are the next history's, and not used.
-    make_query_map(params, kSelf, p.kv_offsets != nullptr ? 1 : p.users, p.length, kHalfRows);
-  }
+  using Memory = KernelMemory<T, DIM, KEYS, PATH>;
   params.list = list_of(p);
   if (params.list == TileList::kTiles) set_up_attention(params, multiprocessors, stream);
   if (params.list == TileList::kUsers) list_users_of_many(params, stream);
-  const auto kernel = attention_kernel<T, DIM, KEYS, SHIFTED>;
+  const auto kernel = attention_kernel<T, DIM, KEYS, PATH>;
   constexpr size_t kBytes = sizeof(Memory);
   static_assert(kBytes <= 227 * 1024, "the memory of a CTA fits a multiprocessor");
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(kBytes)),
@@ -157,28 +205,50 @@ void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
   check(hopper::launch_early(kernel, ctas, kAttentionThreads, kBytes, stream, params), "cannot launch");
 }
 
-template <typename T, bool SHIFTED>
-void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
+template <typename T, RowPath PATH>
+void launch(KernelParams<PATH>& params, int multiprocessors, cudaStream_t stream) {
+  constexpr int kKeys = 128;
   const int64_t dim = params.problem.head_dim;
-  if (dim <= 64) {
-    launch<T, 64, 128, SHIFTED>(params, multiprocessors, stream);
+  if constexpr (PATH == RowPath::kStaged) {
+    launch<T, 128, kStagedKeys, PATH>(params, multiprocessors, stream);
+  } else if (dim <= 64) {
+    launch<T, 64, kKeys, PATH>(params, multiprocessors, stream);
   } else if (dim <= 128) {
-    launch<T, 128, 128, SHIFTED>(params, multiprocessors, stream);
+    launch<T, 128, kKeys, PATH>(params, multiprocessors, stream);
   } else {
-    launch<T, 256, 80, SHIFTED>(params, multiprocessors, stream);
+    launch<T, 256, 80, PATH>(params, multiprocessors, stream);
   }
 }
 
 template <typename T>
 void launch(AttentionParams& params, int multiprocessors, cudaStream_t stream) {
-  if (queries_are_aligned(params.problem)) {
-    launch<T, false>(params, multiprocessors, stream);
+  const TargetAttentionProblem& p = params.problem;
+  if (!queries_are_aligned(p)) {
+    UnalignedAttentionParams unaligned{params, {}};
+    make_windows(unaligned);
+    launch<T, RowPath::kUnaligned>(unaligned, multiprocessors, stream);
+    return;
+  }
+  make_query_maps(params, kTarget, p.candidates, p.seeds, p.seeds);
+  // Rows behind a tile's last are the next history's, and not used.
+  make_query_maps(params, kSelf, p.kv_offsets != nullptr ? 1 : p.users, p.length, kHalfRows);
+  const bool has_boxes = std::max(params.queries[kTarget].out_piece_bits, params.queries[kSelf].out_piece_bits) >= 0;
+  // Above D 128 there is no room for staged results, and up to 64 it was not measured.
+  const bool suits_dim = p.head_dim > 64 && p.head_dim <= 128;
+  if (has_boxes && suits_dim && typical_length(p) > kLeastStagedBlocks * kStagedKeys) {
+    launch<T, RowPath::kStaged>(params, multiprocessors, stream);
   } else {
-    launch<T, true>(params, multiprocessors, stream);
+    launch<T, RowPath::kDirect>(params, multiprocessors, stream);
   }
 }
 
 }  // namespace
+
+bool unaligned_queries_have_boxes(int64_t seeds, int64_t q_heads, int64_t kv_heads) {
+  constexpr int64_t kLeastRows = 2;  // single ones are copied faster by threads
+  const Boxes boxes = boxes_of(seeds, q_heads / kv_heads);
+  return boxes.count > 0 && boxes.piece % (boxes.count * kLeastRows) == 0;
+}
 
 bool target_attention_supported(const TargetAttentionProblem& p) {
   constexpr int64_t kMost = std::numeric_limits<int32_t>::max();
@@ -243,6 +313,8 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
                              .out = problem.out,
                              .logsumexp = problem.logsumexp,
                              .piece_bits = -1,
+                             .out_piece_bits = -1,
+                             .box_bits = 0,
                              .rows_of_owner = static_cast<uint32_t>(problem.seeds)};
   params.queries[kSelf] = {
       .q = problem.self_q,
@@ -254,8 +326,11 @@ void target_attention(const TargetAttentionProblem& problem, void* workspace, si
       .out = problem.self_out,
       .logsumexp = problem.self_logsumexp,
       .piece_bits = -1,
+      .out_piece_bits = -1,
+      .box_bits = 0,
       .rows_of_owner = packed ? 0 : static_cast<uint32_t>(problem.length)};
   params.group = divisor_of(group_of(problem));
+  params.q_heads = divisor_of(problem.q_heads);
   params.rows_by_vectors =
       problem.head_dim % kAlignedElements == 0 && aligned(problem.out) && aligned(problem.self_out);
   params.takes_turns = takes_turns(problem);

@@ -69,6 +69,10 @@ struct TargetAttentionProblem {
 // elsewhere, the memory in front of them may be read down to the multiple of 16 bytes before.
 bool target_attention_supported(const TargetAttentionProblem& problem);
 
+// Whether rows of queries of 16 bits that begin elsewhere come by the copy engine, several at a time. Where they do
+// not, and D is above 128, it is faster to copy them to aligned rows first.
+bool unaligned_queries_have_boxes(int64_t seeds, int64_t q_heads, int64_t kv_heads);
+
 // Bytes of workspace that target_attention needs. What they hold before and after does not matter, and launches that
 // follow each other on a stream (or in a graph) may share them. At least 256-byte aligned.
 size_t target_attention_workspace_bytes(const TargetAttentionProblem& problem);

@@ -1,25 +1,32 @@
 // The warpgroups of the tensor-core kernel of target attention that multiply.
 #pragma once
 
-#include "kernels/hopper/store_if.h"
 #include "kernels/hopper/sync.h"
 #include "kernels/hopper/tensor_copy.h"
 #include "kernels/hopper/wgmma.h"
 #include "kernels/target_attention_memory.cuh"
+#include "kernels/target_attention_results.cuh"
 #include "kernels/target_attention_rows.cuh"
 #include "kernels/target_attention_softmax.cuh"
+#include "kernels/target_attention_unaligned.cuh"
 
 namespace ikbo::kernels {
 
 // ---- A warpgroup that multiplies.
-template <typename T, int DIM, int KEYS, bool SHIFTED>
+template <typename T, int DIM, int KEYS, RowPath PATH>
 class Consumer {
-  using Memory = AttentionMemory<T, DIM, KEYS>;
+  using Memory = KernelMemory<T, DIM, KEYS, PATH>;
+  using Params = KernelParams<PATH>;
   static constexpr int kPanels = Memory::kPanels;
   static constexpr uint32_t kQueryPanelBytes = kHalfRows * 128;
   static constexpr uint32_t kKeyPanelBytes = KEYS * 128;
   static constexpr uint32_t kFirstTurn = 2;  // names of the barriers by which the warpgroups take turns
   static constexpr uint32_t kOwn = 4;        // and of those within one
+  static constexpr bool kUnaligned = PATH == RowPath::kUnaligned;
+  static constexpr bool kStaged = PATH == RowPath::kStaged;
+  static_assert(!kStaged || Memory::kChains, "the next tile's queries have a place of their own");
+  // Whether unaligned results lie where the tile's queries were before they are written out.
+  static constexpr bool kQueriesMakeRoom = kUnaligned && !Memory::kChains;
 
   struct Work {
     bool has_rows = false;  // else there is no more
@@ -29,10 +36,16 @@ class Consumer {
     int slot = 0;     // of its half in shared memory
     int queries = 0;  // which these are
     uint32_t out_row[2] = {kNoRow, kNoRow};
+    bool is_staged = false;  // whether its results leave by way of its half
+  };
+
+  // What of a tile's results is known before these are there.
+  struct Ending {
+    float factor[2];  // of a thread's rows
   };
 
  public:
-  __device__ Consumer(const AttentionParams& params, Memory& memory, int number)
+  __device__ Consumer(const Params& params, Memory& memory, int number)
       : params_(params),
         memory_(memory),
         number_(number),
@@ -50,14 +63,20 @@ class Consumer {
     Work work = take_work();
     while (true) {
       while (work.has_rows && !work.multiplies) work = pass_tile(work);
-      if (!work.has_rows) return;
+      if (!work.has_rows) break;
       begin(work, s, weights, rows);
       for (bool chained = true; chained;) {
         const int blocks = (work.kv_length + KEYS - 1) / KEYS;
         const int tail = work.kv_length - (blocks - 1) * KEYS;
-        for (int i = 1; i < blocks; ++i) step(i, i + 1 == blocks, tail, s, o, weights, rows, work.slot);
+        Work next;
+        for (int i = 1; i < blocks; ++i) {
+          const bool last = i + 1 == blocks;
+          step(i, last, tail, s, o, weights, rows, work, [&] {
+            if (kStaged && last) next = take_work();
+          });
+        }
         if constexpr (Memory::kChains) {
-          const Work next = take_work();
+          if (!kStaged || blocks == 1) next = take_work();
           chained = next.multiplies;
           if (chained) {
             chain(blocks, tail, s, o, weights, rows, work, next);
@@ -72,6 +91,7 @@ class Consumer {
         }
       }
     }
+    give_half_back();
   }
 
  private:
@@ -119,50 +139,35 @@ class Consumer {
     if (thread_ % 32 == 0) hopper::mbarrier_arrive(barrier);
   }
 
-  // Moves rows to the multiples of 16 bytes at which the products look for them: two threads of a warp a row.
-  __device__ void shift_queries(int slot) {
-    using namespace hopper;
-    constexpr int kVectors = DIM / 16 < 8 ? DIM / 16 : 8;  // of a thread at a time
-    constexpr int kWords = 4 * kVectors;
-    const int row = thread_ / 2;
-    const int shift = memory_.q_shift[slot][row];
-    const auto vector = [&](int at) {
-      return reinterpret_cast<uint4*>(memory_.q[slot][at / kVector][row]) + (at % kVector ^ row % kVector);
-    };
-#pragma unroll
-    for (int pass = 0; pass < DIM / 8; pass += 2 * kVectors) {
-      const int first = pass + thread_ % 2 * kVectors;
-      uint32_t word[kWords + 4];
-      const auto keep = [&](int i, const uint4& read) {
-        word[4 * i] = read.x, word[4 * i + 1] = read.y, word[4 * i + 2] = read.z, word[4 * i + 3] = read.w;
-      };
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) keep(i, *vector(first + i));
-      const bool is_last = first + kVectors == DIM / 8;
-      keep(kVectors, is_last ? *reinterpret_cast<const uint4*>(memory_.q_more[slot][row]) : *vector(first + kVectors));
-      __syncwarp();
-#pragma unroll
-      for (int i = 0; i < kWords + 2; ++i) word[i] = (shift & 4) != 0 ? word[i + 2] : word[i];
-#pragma unroll
-      for (int i = 0; i < kWords + 1; ++i) word[i] = (shift & 2) != 0 ? word[i + 1] : word[i];
-#pragma unroll
-      for (int i = 0; i < kWords; ++i) word[i] = __funnelshift_r(word[i], word[i + 1], (shift & 1) * 16);
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        *vector(first + i) = uint4{word[4 * i], word[4 * i + 1], word[4 * i + 2], word[4 * i + 3]};
-      }
+  // Makes rows of queries that began anywhere what the products expect.
+  __device__ __forceinline__ void align_queries(int slot) {
+    if constexpr (kUnaligned) {
+      shift_queries(memory_, slot, thread_);
+      hopper::fence_proxy_async_shared();
+      hopper::named_barrier_sync(kOwn + number_, kWarpgroup);
     }
-    fence_proxy_async_shared();
-    named_barrier_sync(kOwn + number_, kWarpgroup);
+  }
+
+  // The half of the tile that ended last, once its results have left it.
+  __device__ __forceinline__ void give_half_back() {
+    if constexpr (kStaged) {
+      if (ended_ < 0) return;
+      hopper::bulk_wait_group_read<0>();
+      __syncwarp();
+      hopper::mbarrier_arrive(&memory_.q_empty[ended_]);
+      ended_ = -1;
+    }
   }
 
   // The next tile, once its queries are there.
   __device__ Work take_work() {
     using namespace hopper;
+    give_half_back();
     mbarrier_wait(&memory_.tile_full[tile_.slot], tile_.parity);
     const AttentionTile& tile = memory_.tile[tile_.slot];
     const bool multiplies = tile.rows > number_ * kHalfRows && tile.kv_length > 0;
     Work work{tile.rows > 0, tile.user >= 0, multiplies, tile.kv_length, half_.slot, tile.queries};
+    work.is_staged = kStaged && tile.kv_length > kLeastStagedBlocks * KEYS && queries_of(work).out_piece_bits >= 0;
     if (work.has_rows) {
       mbarrier_wait(&memory_.q_full[number_][tile_.slot], tile_.parity);
 #pragma unroll
@@ -177,7 +182,7 @@ class Consumer {
     return work;
   }
 
-  __device__ __forceinline__ void wait_for_scores(float (&s)[KEYS / 2], bool output_runs, int queries, bool last) {
+  __device__ __forceinline__ void wait_for_scores(float (&s)[KEYS / 2], bool output_runs, const Work& work, bool last) {
     using namespace hopper;
     if (output_runs) {
       wgmma_wait_group<1>();
@@ -186,7 +191,8 @@ class Consumer {
     }
     pin_registers(s);
     release(&memory_.k_empty[keys_.slot]);
-    if (last) hopper::mbarrier_arrive(&memory_.q_empty[queries]);  // these were the last scores of the tile
+    // These were the last scores of the tile.
+    if (last && !kQueriesMakeRoom && !(kStaged && work.is_staged)) hopper::mbarrier_arrive(&memory_.q_empty[work.slot]);
     keys_.advance();
   }
 
@@ -238,19 +244,21 @@ class Consumer {
   }
 
   // The scores of the next block of keys and the products with the values of the block before, in this warpgroup's
-  // turn.
+  // turn. `meanwhile` is done while the scores are waited for.
+  template <typename Meanwhile>
   __device__ __forceinline__ void start_both(float (&s)[KEYS / 2], float (&o)[DIM / 2],
-                                             const uint32_t (&weights)[KEYS / 16][4], int queries, bool last,
-                                             bool first_values, int tail) {
+                                             const uint32_t (&weights)[KEYS / 16][4], const Work& work, bool last,
+                                             bool first_values, int tail, Meanwhile&& meanwhile) {
     using namespace hopper;
     mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
     if (first_values) clear_tail_of_values(tail);
     take_turn();
     wgmma_fence();
-    start_scores(s, queries);
+    start_scores(s, work.slot);
     mbarrier_wait(&memory_.v_full[values_.slot], values_.parity);
     start_output(o, weights, !first_values);
-    wait_for_scores(s, true, queries, last);
+    meanwhile();
+    wait_for_scores(s, true, work, last);
     give_turn();
   }
 
@@ -258,20 +266,23 @@ class Consumer {
   __device__ __forceinline__ void begin(const Work& work, float (&s)[KEYS / 2], uint32_t (&weights)[KEYS / 16][4],
                                         RowState& rows) {
     using namespace hopper;
-    if constexpr (SHIFTED) shift_queries(work.slot);
+    align_queries(work.slot);
     mbarrier_wait(&memory_.k_full[keys_.slot], keys_.parity);
     wgmma_fence();
     start_scores(s, work.slot);
-    wait_for_scores(s, false, work.slot, work.kv_length <= KEYS);
+    wait_for_scores(s, false, work, work.kv_length <= KEYS);
     mask_tail(s, work.kv_length);
     weigh_first_block<KEYS>(s, rows, params_.scale_log2);
     narrow_weights<T, KEYS>(s, weights);
   }
 
   // Block `number` of a tile.
+  template <typename Meanwhile>
   __device__ __forceinline__ void step(int number, bool last, int tail, float (&s)[KEYS / 2], float (&o)[DIM / 2],
-                                       uint32_t (&weights)[KEYS / 16][4], RowState& rows, int queries) {
-    start_both(s, o, weights, queries, last, number == 1, tail);
+                                       uint32_t (&weights)[KEYS / 16][4], RowState& rows, const Work& work,
+                                       Meanwhile&& meanwhile) {
+    start_both(s, o, weights, work, last, number == 1, tail, meanwhile);
+    if (number == 1) give_half_back();
     float correction[2];
     const bool corrects = weigh_next_block<KEYS>(s, rows, correction, params_.scale_log2);
     wait_for_output(o);
@@ -286,14 +297,20 @@ class Consumer {
   __device__ __forceinline__ void chain(int blocks, int tail, float (&s)[KEYS / 2], float (&o)[DIM / 2],
                                         uint32_t (&weights)[KEYS / 16][4], RowState& rows, const Work& work,
                                         const Work& next) {
-    if constexpr (SHIFTED) shift_queries(next.slot);
-    start_both(s, o, weights, next.slot, next.kv_length <= KEYS, blocks == 1, tail);
+    align_queries(next.slot);
+    Ending ending;
+    start_both(s, o, weights, next, next.kv_length <= KEYS, blocks == 1, tail, [&] {
+      if (kStaged) ending = end_rows(rows, work);
+    });
     mask_tail(s, next.kv_length);
     const RowState ended = rows;
     weigh_first_block<KEYS>(s, rows, params_.scale_log2);
     wait_for_output(o);
     narrow_weights<T, KEYS>(s, weights);
-    store(o, ended, work);
+    if (!kStaged) ending = end_rows(ended, work);
+    // The products of the other warps have read their queries, in whose place results may go.
+    if (kStaged) hopper::named_barrier_sync(kOwn + number_, kWarpgroup);
+    store(o, ending, work, kStaged && work.is_staged);
   }
 
   // The last values of a tile, alone; in a turn where another tile with a history follows.
@@ -307,8 +324,10 @@ class Consumer {
     wgmma_fence();
     start_output(o, weights, blocks > 1);
     if (in_turn) give_turn();
+    const Ending ending = end_rows(rows, work);
     wait_for_output(o);
-    store(o, rows, work);
+    if (kStaged && work.is_staged) mbarrier_arrive(&memory_.q_empty[work.slot]);
+    store(o, ending, work, false);
   }
 
   // Only the first block that is read, the last one of the history, can be partial.
@@ -322,125 +341,108 @@ class Consumer {
     }
   }
 
-  // Rounds, and writes out straight from the registers: the four threads of a row exchange their pairs of columns, so
-  // that each writes 16 bytes.
-  __device__ __forceinline__ void store(float (&o)[DIM / 2], const RowState& rows, const Work& work) {
-    const AttentionQueries& queries = params_.queries[work.queries];
-    const int quarter = thread_ % 4;
-    float factor[2];
+  __device__ __forceinline__ const AttentionQueries& queries_of(const Work& work) const {
+    // An index that is only known at run time would load each value when it is wanted.
+    return work.queries == kTarget ? params_.queries[kTarget] : params_.queries[kSelf];
+  }
+
+  __device__ __forceinline__ Ending end_rows(const RowState& rows, const Work& work) {
+    void* const logsumexp = kStaged ? queries_of(work).logsumexp : params_.queries[work.queries].logsumexp;
+    Ending ending;
 #pragma unroll
     for (int h = 0; h < 2; ++h) {
       float sum = rows.sum[h];
       sum += __shfl_xor_sync(0xffff'ffff, sum, 1);
       sum += __shfl_xor_sync(0xffff'ffff, sum, 2);
-      factor[h] = 1 / sum;
-      if (queries.logsumexp != nullptr && quarter == 0 && work.out_row[h] != kNoRow) {
+      ending.factor[h] = 1 / sum;
+      if (logsumexp != nullptr && thread_ % 4 == 0 && work.out_row[h] != kNoRow) {
         constexpr float kLn2 = 0.6931471805599453f;
-        static_cast<float*>(queries.logsumexp)[work.out_row[h]] = (rows.shift[h] + log2f(sum)) * kLn2;
+        static_cast<float*>(logsumexp)[work.out_row[h]] = (rows.shift[h] + log2f(sum)) * kLn2;
       }
     }
-    if (params_.rows_by_vectors) {
-      store_by_vectors(o, factor, work);
+    return ending;
+  }
+
+  // Rounds and writes out.
+  __device__ __forceinline__ void store(const float (&o)[DIM / 2], const Ending& ending, const Work& work,
+                                        bool is_staged) {
+    const Results<T, DIM> results(o, ending.factor, thread_);
+    if constexpr (kStaged) {
+      if (is_staged) ended_ = work.slot;
+      // The last of the warp's rows.
+      if (is_staged && __shfl_sync(0xffff'ffff, work.out_row[1], 31) != kNoRow) {
+        store_by_engine(results, work);
+        return;
+      }
+    }
+    if constexpr (kUnaligned) {
+      store_unaligned(results, work);
     } else {
-      store_by_words(o, factor, work);
+      const ResultRows<T> to{{out_row(work, 0), out_row(work, 1)},
+                             {work.out_row[0] != kNoRow, work.out_row[1] != kNoRow},
+                             static_cast<int>(params_.problem.head_dim)};
+      if (params_.rows_by_vectors) {
+        results.store_by_vectors(to);
+      } else {
+        results.store_by_words(to);
+      }
+    }
+  }
+
+  // By way of the place of the warp's queries, in boxes of neighbouring rows.
+  __device__ __forceinline__ void store_by_engine(const Results<T, DIM>& results, const Work& work) {
+    using namespace hopper;
+    const int lane = thread_ % 32;
+    const int first = thread_ / 32 * kWarpRows;
+    auto* const half = memory_.q[work.slot];
+    results.template stage<kQueryPanelBytes>(shared_address(&half[0][first][0]));
+    fence_proxy_async_shared();
+    __syncwarp();
+    const int piece_bits = queries_of(work).out_piece_bits;
+    if (lane < kWarpRows >> piece_bits) {
+      const int row = first + (lane << piece_bits);
+      const uint32_t number = memory_.out_row[work.slot][row];
+      const uint32_t query = params_.q_heads.quotient(number);
+      const auto head = static_cast<int>(number - query * params_.q_heads.divisor);
+      const CUtensorMap* const map = work.queries == kTarget ? &params_.out[kTarget] : &params_.out[kSelf];
+#pragma unroll
+      for (int panel = 0; panel < kPanels; ++panel) {
+        tensor_store_3d(map, &half[panel][row][0], panel * kPanel, head, static_cast<int>(query));
+      }
+      bulk_commit_group();
+    }
+  }
+
+  // Rows that begin anywhere: eight of the warp at a time go to shared memory, and from there to where they belong.
+  __device__ __forceinline__ void store_unaligned(const Results<T, DIM>& results, const Work& work) {
+    using namespace hopper;
+    const int warp = thread_ / 32;
+    // The products of the other warps have read their queries.
+    if constexpr (kQueriesMakeRoom) named_barrier_sync(kOwn + number_, kWarpgroup);
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+      constexpr uint32_t kPanelBytes = kQueriesMakeRoom ? kQueryPanelBytes : 8 * 128;
+      uint32_t rows = 0;
+      if constexpr (kQueriesMakeRoom) {
+        rows = shared_address(memory_.q[work.slot][0][warp * kWarpRows + h * 8]);
+      } else {
+        rows = shared_address(memory_.results[number_ * 4 + warp]);
+        __syncwarp();  // those before are read
+      }
+      results.template stage_eight<kPanelBytes>(rows, h);
+      __syncwarp();
+      const uint64_t row = work.out_row[h] != kNoRow ? reinterpret_cast<uint64_t>(out_row(work, h)) : 0;
+      UnalignedRows<DIM, kPanelBytes>(rows, row, static_cast<int>(params_.problem.head_dim)).write();
+    }
+    if constexpr (kQueriesMakeRoom) {
+      fence_proxy_async_shared();
+      mbarrier_arrive(&memory_.q_empty[work.slot]);
     }
   }
 
   // Where this thread's row h goes.
   __device__ __forceinline__ T* out_row(const Work& work, int h) const {
     return static_cast<T*>(params_.queries[work.queries].out) + work.out_row[h] * params_.problem.head_dim;
-  }
-
-  // Two neighbouring columns of a row, rounded: of group `i` of 8, those of this thread's quarter.
-  static __device__ __forceinline__ uint32_t rounded(const float (&o)[DIM / 2], const float (&factor)[2], int i,
-                                                     int h) {
-    const float* const from = &o[4 * i + 2 * h];
-    return pack<T>(from[0] * factor[h], from[1] * factor[h]);
-  }
-
-  __device__ __forceinline__ void store_by_vectors(const float (&o)[DIM / 2], const float (&factor)[2],
-                                                   const Work& work) {
-    const TargetAttentionProblem& p = params_.problem;
-    const int quarter = thread_ % 4;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      T* const row = out_row(work, h);
-#pragma unroll
-      for (int i = 0; i < DIM / 32; ++i) {
-        uint32_t pair[4];
-#pragma unroll
-        for (int j = 0; j < 4; ++j) pair[j] = rounded(o, factor, 4 * i + j, h);
-        transpose_of_four(pair, quarter);
-        const int column = 32 * i + 8 * quarter;
-        if (work.out_row[h] != kNoRow && column < p.head_dim) {
-          *reinterpret_cast<uint4*>(row + column) = uint4{pair[0], pair[1], pair[2], pair[3]};
-        }
-      }
-    }
-  }
-
-  // Rows that are not aligned to 16 bytes: the four threads of a row write four words of it that follow each other. In
-  // a row that begins in the middle of a word these have the second half of one pair and the first of the next. Each of
-  // these loops is one of independent steps: a chain of them would hold up the warp for longer than the stores do.
-  __device__ __forceinline__ void store_by_words(const float (&o)[DIM / 2], const float (&factor)[2],
-                                                 const Work& work) {
-    using namespace hopper;
-    constexpr int kGroups = DIM / 8;
-    const int quarter = thread_ % 4;
-#pragma unroll
-    for (int h = 0; h < 2; ++h) {
-      auto* const row = reinterpret_cast<uint16_t*>(out_row(work, h));
-      const int odd = static_cast<int>(reinterpret_cast<uintptr_t>(row) >> 1 & 1);
-      const int end = work.out_row[h] != kNoRow ? static_cast<int>(params_.problem.head_dim) : 0;
-      uint32_t word[kGroups];
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) word[i] = rounded(o, factor, i, h);
-      if (__any_sync(0xffff'ffff, odd)) {
-        // A row's last element, and the pairs of the thread before; the first one gets the last one's of the group
-        // before.
-        store_half_if(odd != 0 && quarter == 3 && end == DIM, row + DIM - 1, word[kGroups - 1] >> 16);
-        uint32_t lower[kGroups];
-#pragma unroll
-        for (int i = 0; i < kGroups; ++i) {
-          const uint32_t before = i > 0 ? word[i - 1] : 0;
-          lower[i] =
-              __shfl_sync(0xffff'ffff, quarter == 3 ? before : word[i], thread_ % 32 / 4 * 4 + (quarter + 3) % 4);
-        }
-#pragma unroll
-        for (int i = 0; i < kGroups; ++i) {
-          word[i] = odd != 0 ? __funnelshift_r(lower[i], word[i], 16) : word[i];
-        }
-        store_half_if(odd != 0 && quarter == 0 && end > 0, row, word[0] >> 16);
-      }
-      uint32_t last = 0;  // a word of which the row has the first element alone
-      bool has_last = false;
-#pragma unroll
-      for (int i = 0; i < kGroups; ++i) {
-        const int column = 8 * i + 2 * quarter - odd;  // of the word
-        const bool begins = i > 0 || column >= 0;
-        store_word_if(begins && column + 1 < end, row + column, word[i]);
-        const bool is_last = begins && column + 1 == end;
-        last = is_last ? word[i] : last;
-        has_last |= is_last;
-      }
-      store_half_if(has_last, row + end - 1, last);
-    }
-  }
-
-  // pair[j] of thread i becomes pair[i] of thread j, among four neighbours.
-  static __device__ __forceinline__ void transpose_of_four(uint32_t (&pair)[4], int quarter) {
-#pragma unroll
-    for (int distance = 1; distance <= 2; distance *= 2) {
-      const bool upper = (quarter & distance) != 0;
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        if ((j & distance) != 0) continue;
-        const uint32_t sent = upper ? pair[j] : pair[j + distance];
-        const uint32_t got = __shfl_xor_sync(0xffff'ffff, sent, distance);
-        pair[j] = upper ? got : pair[j];
-        pair[j + distance] = upper ? pair[j + distance] : got;
-      }
-    }
   }
 
   // Rows without history, or of a user that does not exist.
@@ -459,12 +461,13 @@ class Consumer {
     }
   }
 
-  const AttentionParams& params_;
+  const Params& params_;
   Memory& memory_;
   int number_;
   int thread_;  // of the warpgroup
   RingPosition<kTileSlots> tile_;
   HalfPosition<Memory::kHalves> half_;
+  int ended_ = -1;  // slot of the half by way of which results are leaving
   RingPosition<kStages> keys_;
   RingPosition<kStages> values_;
 };

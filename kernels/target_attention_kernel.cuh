@@ -10,15 +10,15 @@
 #include "kernels/hopper/sync.h"
 #include "kernels/target_attention_consumer.cuh"
 #include "kernels/target_attention_loaders.cuh"
+#include "kernels/target_attention_unaligned.cuh"
 
 namespace ikbo::kernels {
 
-// SHIFTED: whether rows of queries may begin elsewhere than at multiples of 16 bytes.
-template <typename T, int DIM, int KEYS, bool SHIFTED>
+template <typename T, int DIM, int KEYS, RowPath PATH>
 __global__ __launch_bounds__(kAttentionThreads,
-                             1) void attention_kernel(const __grid_constant__ AttentionParams params) {
+                             1) void attention_kernel(const __grid_constant__ KernelParams<PATH> params) {
   using namespace hopper;
-  using Memory = AttentionMemory<T, DIM, KEYS>;
+  using Memory = KernelMemory<T, DIM, KEYS, PATH>;
   extern __shared__ __align__(1024) unsigned char bytes[];
   auto& memory = *reinterpret_cast<Memory*>(bytes);
   if (threadIdx.x == 0) {
@@ -41,8 +41,10 @@ __global__ __launch_bounds__(kAttentionThreads,
   } else if (threadIdx.x == 32) {
     prefetch_tensor_map(&params.k);
     prefetch_tensor_map(&params.v);
-    for (int i : {kTarget, kSelf}) {
-      if (params.queries[i].piece_bits >= 0) prefetch_tensor_map(&params.q[i]);
+    if constexpr (PATH != RowPath::kUnaligned) {
+      for (int i : {kTarget, kSelf}) {
+        if (params.queries[i].piece_bits >= 0) prefetch_tensor_map(&params.q[i]);
+      }
     }
   }
   if constexpr (Memory::kHasOwnList) {
@@ -70,11 +72,16 @@ __global__ __launch_bounds__(kAttentionThreads,
     } else if (threadIdx.x / 32 == 1) {
       draw_tiles<T, DIM, KEYS>(params, memory);
     } else if (threadIdx.x >= 64) {
-      gather_queries<T, DIM, KEYS, SHIFTED>(params, memory, static_cast<int>(threadIdx.x) / 32 - 2);
+      const int number = static_cast<int>(threadIdx.x) / 32 - 2;
+      if constexpr (PATH == RowPath::kUnaligned) {
+        gather_unaligned_queries<T, DIM, KEYS>(params, memory, number);
+      } else {
+        gather_queries<T, DIM, KEYS>(params, memory, number);
+      }
     }
   } else {
     register_increase<kConsumerRegisters>();
-    Consumer<T, DIM, KEYS, SHIFTED>(params, memory, warpgroup - 1).run();
+    Consumer<T, DIM, KEYS, PATH>(params, memory, warpgroup - 1).run();
   }
 }
 

@@ -139,41 +139,6 @@ __device__ __forceinline__ void copy_queries(const AttentionParams& params, Atte
   }
 }
 
-// The same for rows that begin anywhere: the 16 bytes are copied in which they lie, and whoever multiplies moves them.
-// Behind `end` there may be no memory.
-template <typename T, int DIM, int KEYS>
-__device__ __forceinline__ void copy_shifted_queries(const AttentionParams& params,
-                                                     AttentionMemory<T, DIM, KEYS>& memory, int slot, int i,
-                                                     const T* query, const T* end) {
-  using namespace hopper;
-  using Lanes = QueryLanes<DIM>;
-  constexpr uint64_t kBytes = kVector * sizeof(T);
-  const int lane = static_cast<int>(threadIdx.x) % 32;
-  const int chunk = lane % Lanes::kLanesOfRow;
-  const int row_bytes = static_cast<int>(params.problem.head_dim) * static_cast<int>(sizeof(T));
-  const auto copy = [&](T* to, uint64_t row, int of_row) {
-    const int shift = static_cast<int>(row % kBytes);
-    const int bytes = min(max(shift + row_bytes - of_row * static_cast<int>(kBytes), 0), static_cast<int>(kBytes));
-    const bool reads = row != 0 && bytes > 0;
-    const auto from = reinterpret_cast<const T*>(row - shift) + of_row * kVector;
-    if (reads && from + kVector > end) {
-      for (int e = 0; e < kVector; ++e) to[e] = e * static_cast<int>(sizeof(T)) < bytes ? from[e] : T(0.0f);
-      return;
-    }
-    cp_async_16(shared_address(to), reads ? from : static_cast<const T*>(params.problem.k), reads ? bytes : 0);
-  };
-#pragma unroll 4
-  for (int j = 0; j < 32; j += Lanes::kRowsAtATime) {
-    const int from = j + lane / Lanes::kLanesOfRow;
-    const int row = i * 32 + from;
-    copy(&memory.q[slot][chunk / kVector][row][(chunk % kVector ^ row % kVector) * kVector],
-         __shfl_sync(0xffff'ffff, reinterpret_cast<uint64_t>(query), from), chunk);
-  }
-  const int row = i * 32 + lane;
-  memory.q_shift[slot][row] = static_cast<uint8_t>(reinterpret_cast<uint64_t>(query) % kBytes / sizeof(T));
-  copy(memory.q_more[slot][row], reinterpret_cast<uint64_t>(query), Lanes::kChunksOfRow);
-}
-
 // By the copy engine: the packed rows from `row` of a half on that one candidate, or one history, has one after the
 // other, as many as a box of its map has. Rows behind the tile's last are anything.
 template <typename T, int DIM, int KEYS>
@@ -191,7 +156,7 @@ __device__ __forceinline__ void load_piece(const AttentionParams& params, Attent
   }
 }
 
-template <typename T, int DIM, int KEYS, bool SHIFTED>
+template <typename T, int DIM, int KEYS>
 __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T, DIM, KEYS>& memory, int number) {
   using namespace hopper;
   const int lane = static_cast<int>(threadIdx.x) % 32;
@@ -211,7 +176,7 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
     const bool reads_any = tile.kv_length > 0 && first < tile.rows;
     const int piece_bits =
         tile.queries == kTarget ? params.queries[kTarget].piece_bits : params.queries[kSelf].piece_bits;
-    const bool by_engine = !SHIFTED && piece_bits >= 0;
+    const bool by_engine = piece_bits >= 0;
     // Where a lane's piece lies, and its two rows, while the buffer is perhaps still in use.
     PackedPlace piece{};
     if (by_engine) piece = place_packed_row(params, candidate_at, tile, first + (lane << piece_bits));
@@ -233,15 +198,7 @@ __device__ void gather_queries(const AttentionParams& params, AttentionMemory<T,
     for (int i = 0; i < 2; ++i) memory.out_row[half.slot][i * 32 + lane] = row_of(i).out_row;
     if (copies) {
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if constexpr (SHIFTED) {
-          copy_shifted_queries(
-              params, memory, half.slot, i, row_of(i).query,
-              static_cast<const T*>(tile.queries == kTarget ? params.queries[kTarget].end : params.queries[kSelf].end));
-        } else {
-          copy_queries(params, memory, half.slot, i, row_of(i).query);
-        }
-      }
+      for (int i = 0; i < 2; ++i) copy_queries(params, memory, half.slot, i, row_of(i).query);
       requested();
       cp_async_wait_all();
       fence_proxy_async_shared();

@@ -17,6 +17,10 @@ constexpr int kStages = 2;
 static_assert(kHalfRows * kConsumers == kTileRows);
 constexpr int kPanel = 64;  // elements of D in 128 bytes
 constexpr int kVector = 8;  // and in 16
+// Blocks of keys of a history above which results are staged: a half is given back later for that, and where there are
+// few blocks a tile, its next queries would come too late.
+constexpr int kLeastStagedBlocks = 2;
+constexpr int kStagedKeys = 128;  // of a block
 
 // Where every CTA makes the list of tiles itself (kernels/target_attention_own_list.cuh): how many candidates a thread
 // counts at most. From about 5,500 candidates on, two launches before this one are faster.
@@ -46,10 +50,10 @@ struct alignas(1024) AttentionMemory {
   T q[kHalves][kPanels][kHalfRows][kPanel];
   T k[kStages][kPanels][KEYS][kPanel];
   T v[kStages][kPanels][KEYS][kPanel];
-  // Of queries that do not begin at multiples of 16 bytes: what of a row comes behind its place, and how many elements
-  // of the row before it come first.
-  T q_more[kHalves][kHalfRows][kVector];
+  // Of queries that do not begin at multiples of 16 bytes: how many elements of the row before come first, and what of
+  // the row therefore comes behind its place.
   uint8_t q_shift[kHalves][kHalfRows];
+  T q_rest[kHalves][kHalfRows][kVector];
   uint32_t out_row[kHalves][kHalfRows];  // of the result without D, or kNoRow
   AttentionTile tile[kTileSlots];
   static constexpr bool kHasOwnList = DIM <= kMostListedDim;  // above, there is no room
@@ -72,6 +76,16 @@ struct alignas(1024) AttentionMemory {
     return params.workspace.order[i];
   }
 };
+
+// With room for the results of eight rows of every warp that multiplies.
+template <typename T, int DIM, int KEYS>
+struct UnalignedMemory : AttentionMemory<T, DIM, KEYS> {
+  alignas(128) T results[kConsumers * kWarpgroup / 32][DIM / kPanel][8][kPanel];
+};
+// Above D 128 there is none, and results go to where the queries were.
+template <typename T, int DIM, int KEYS, RowPath PATH>
+using KernelMemory = std::conditional_t<PATH == RowPath::kUnaligned && DIM <= 128, UnalignedMemory<T, DIM, KEYS>,
+                                        AttentionMemory<T, DIM, KEYS>>;
 
 // A slot of a ring of COUNT, and the parity of the phase it is in.
 template <int COUNT>

@@ -52,6 +52,15 @@ __device__ __forceinline__ PackedRow<T> packed_row_at(const AttentionParams& par
   return tile.queries == kTarget ? row_of(params.queries[kTarget]) : row_of(params.queries[kSelf]);
 }
 
+// Unaligned rows of a piece of packed ones that lie a multiple of 16 bytes apart are a box. So boxes have rows that are
+// as many places apart as there are boxes in a piece: which of the packed rows is row `row` of a half, where boxes
+// follow each other.
+__device__ __forceinline__ int row_in_boxes(int row, int piece_bits, int box_bits) {
+  const int in_piece = row & ((1 << piece_bits) - 1);
+  const int in_box = row & ((1 << box_bits) - 1);
+  return row - in_piece + (in_box << (piece_bits - box_bits)) + (in_piece >> box_bits);
+}
+
 template <typename T>
 __device__ __forceinline__ PackedRow<T> locate_packed_row(const AttentionParams& params, const AttentionTile& tile,
                                                           int row) {

@@ -4,8 +4,10 @@
 #include <cuda.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/divisor.h"
+#include "kernels/row_windows.h"
 #include "kernels/target_attention.h"
 
 namespace ikbo::kernels {
@@ -15,6 +17,7 @@ namespace ikbo::kernels {
 // over twice as many.
 constexpr int kTileRows = 128;
 constexpr int kHalfRows = kTileRows / 2;
+constexpr int kWarpRows = kHalfRows / 4;
 
 // One tile of work.
 struct alignas(16) AttentionTile {
@@ -28,6 +31,13 @@ struct alignas(16) AttentionTile {
   int32_t queries;    // kTarget or kSelf
 };
 
+// Where rows of queries and results begin, and how results leave.
+enum class RowPath {
+  kDirect,     // at multiples of 16 bytes; straight from the registers
+  kStaged,     // likewise; by the copy engine, from where their tile's queries were
+  kUnaligned,  // anywhere; eight of a warp at a time, through shared memory
+};
+
 // Queries that tiles take their rows from.
 constexpr int kTarget = 0;
 constexpr int kSelf = 1;
@@ -39,7 +49,11 @@ struct AttentionQueries {
   int64_t head_stride;
   void* out;
   void* logsumexp;
-  int32_t piece_bits;      // packed rows of a box of the map below, as a power of two; below 0 where there is no map
+  // Packed rows of a candidate or history, as a power of two, that tiles have as a whole. Of aligned rows, those of a
+  // box of the map below, and below 0 where there is no map.
+  int32_t piece_bits;
+  int32_t out_piece_bits;  // the same of results of aligned rows, at most the 16 rows of a warp
+  int32_t box_bits;        // of unaligned rows, those of a piece that are a box of the windows below; 0: there are none
   uint32_t rows_of_owner;  // seeds, or rows of a padded history (0 where histories are packed)
 };
 
@@ -91,14 +105,23 @@ struct AttentionParams {
   AttentionQueries queries[2];  // kTarget, kSelf
   Divisor rows_of_candidate;    // seeds times query heads of a group
   Divisor group;                // query heads of a key head
-  int32_t tile_rows;            // kTileRows or kHalfRows
-  bool rows_by_vectors;         // whether rows of the results can be written 16 bytes at a time
-  bool takes_turns;             // whether a warpgroup waits for the other's scores before it asks for its own
+  Divisor q_heads;
+  int32_t tile_rows;     // kTileRows or kHalfRows
+  bool rows_by_vectors;  // whether rows of the results can be written 16 bytes at a time
+  bool takes_turns;      // whether a warpgroup waits for the other's scores before it asks for its own
   TileList list;
   float scale_log2;  // of the logits, times log2(e)
   CUtensorMap k;     // (users, kv_heads, length, D), boxes of 64 elements by the keys of a block
   CUtensorMap v;
-  CUtensorMap q[2];  // kTarget, kSelf: (owners, rows of an owner, q_heads, D), boxes of 64 elements of packed rows
+  CUtensorMap q[2];    // kTarget, kSelf: (owners, rows of an owner, q_heads, D), boxes of 64 elements of packed rows
+  CUtensorMap out[2];  // (rows of all owners, q_heads, D), likewise
 };
+
+// Where rows of queries do not begin at multiples of 16 bytes.
+struct UnalignedAttentionParams : AttentionParams {
+  RowWindows q_rows;  // of candidates
+};
+template <RowPath PATH>
+using KernelParams = std::conditional_t<PATH == RowPath::kUnaligned, UnalignedAttentionParams, AttentionParams>;
 
 }  // namespace ikbo::kernels

@@ -12,8 +12,8 @@ lce=(kernels/linear_compression* kernels/hopper kernels/scalar* kernels/align_ro
 skip=()
 case "${1:-}" in
   lce_peers) paths=("${lce[@]}" bench/lce_peers.py bench/device_time.py bench/lce_c_api.cpp) ;;
-  attention | attention_self) paths=(kernels/target_attention* kernels/hopper kernels/scalar* kernels/divisor.h kernels/tickets.cuh bench/attention_*
-    bench/device_time.py) ;;
+  attention | attention_self) paths=(kernels/target_attention* kernels/row_windows.h kernels/unaligned_rows.cuh kernels/hopper kernels/scalar* kernels/divisor.h
+    kernels/tickets.cuh bench/attention_* bench/device_time.py) ;;
   odd_sizes) paths=(kernels ops/cuda ops/aligned_cat.cc ops/aligned_cat.h bench/odd_sizes.py bench/device_time.py) ;;
   model) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/movielens) ;;
   ranker) paths=(graph ops runtime transform cli cmake CMakeLists.txt examples/ranker.py) ;;

@@ -140,9 +140,11 @@ AttentionResults attention_cuda(const char* op, const std::optional<at::Tensor>&
       for (size_t i = 0; i < regular.size(); i += 3) regular[i] = regular[i].neg();  // the queries
       scale = -scale;
     }
-    // The kernel takes queries from anywhere; above this D, whatever moves them is not hidden behind products.
+    // The kernel takes queries from anywhere; above this D, only where it has boxes of them.
     constexpr int64_t kMostMovedDim = 128;
-    const bool moves_queries = arguments.q.size(3) <= kMostMovedDim;
+    const bool moves_queries = arguments.q.size(3) <= kMostMovedDim ||
+                               (!has_self && kernels::unaligned_queries_have_boxes(
+                                                 arguments.q.size(1), arguments.q.size(2), arguments.k.size(-2)));
     std::vector<size_t> aligned = {1, 2};
     if (!moves_queries) aligned.push_back(0);
     if (!moves_queries && has_self) aligned.push_back(3);

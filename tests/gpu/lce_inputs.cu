@@ -103,15 +103,15 @@ void fill_normal(void* to, ScalarType type, int64_t count, double deviation, uin
 
 void LceInputs::add_term(const LceSize& size, const LceTermSize& term, uint64_t seed, LinearCompressionTerm& to) {
   const int64_t w_stride = size.align_w ? (term.k + 7) / 8 * 8 : term.k;
-  const int64_t e_stride = size.align_e ? (size.n + 7) / 8 * 8 : size.n;
+  const int64_t e_stride = (size.align_e ? (size.n + 7) / 8 * 8 : size.n) + size.e_gap;
   const int64_t w_count = size.m * w_stride;
   const int64_t e_count = term.rows * term.k * e_stride;
   for (const int64_t count : {w_count, e_count}) {
     buffers_.push_back(std::make_unique<DeviceBuffer>((count + 2 * kMarginElements) * 2));
     check(cudaMemset(buffers_.back()->as(), 0xff, buffers_.back()->bytes()), "cudaMemset");  // NaN in both types
   }
-  auto* w = buffers_[buffers_.size() - 2]->as<uint16_t>() + kMarginElements;
-  auto* e = buffers_[buffers_.size() - 1]->as<uint16_t>() + kMarginElements;
+  auto* w = buffers_[buffers_.size() - 2]->as<uint16_t>() + kMarginElements + size.shift;
+  auto* e = buffers_[buffers_.size() - 1]->as<uint16_t>() + kMarginElements + size.shift;
   const double deviation = 1 / std::sqrt(static_cast<double>(std::max<int64_t>(term.k, 1)));
   fill_matrix(w, size.type, size.m, term.k, w_stride, deviation, seed * 2 + 1, nullptr);
   fill_matrix(e, size.type, term.rows * term.k, size.n, e_stride, 1, seed * 2 + 2, nullptr);
@@ -152,10 +152,15 @@ LceInputs::LceInputs(const LceSize& size, uint64_t seed, Mapping mapping) {
     indices_.push_back(std::move(index));
     upload_index(t);
   }
-  out_ = std::make_unique<DeviceBuffer>(size.batch * size.m * size.n * bytes_of(size.out_type));
-  problem_.out = out_->as();
+  out_begin_ = (kMarginElements + size.shift) * bytes_of(size.out_type);
+  out_ = std::make_unique<DeviceBuffer>(out_bytes() + 2 * kMarginElements * bytes_of(size.out_type));
+  problem_.out = out_->as<uint8_t>() + out_begin_;
   poison_out();
   check(cudaDeviceSynchronize(), "making inputs");
+}
+
+size_t LceInputs::out_bytes() const {
+  return problem_.batch * problem_.m * problem_.n * bytes_of(problem_.out_type);
 }
 
 size_t LceInputs::input_bytes() const {
@@ -183,9 +188,15 @@ void LceInputs::fill_row_with_nan(int term, int64_t row) {
 }
 
 std::vector<uint8_t> LceInputs::download_out() const {
-  std::vector<uint8_t> bytes(out_->bytes());
-  check(cudaMemcpy(bytes.data(), out_->as(), bytes.size(), cudaMemcpyDeviceToHost), "downloading the output");
-  return bytes;
+  std::vector<uint8_t> all(out_->bytes());
+  check(cudaMemcpy(all.data(), out_->as(), all.size(), cudaMemcpyDeviceToHost), "downloading the output");
+  const auto begin = all.begin() + out_begin_;
+  const auto end = begin + static_cast<int64_t>(out_bytes());
+  const auto is_poison = [](uint8_t byte) { return byte == 0xff; };
+  if (!std::all_of(all.begin(), begin, is_poison) || !std::all_of(end, all.end(), is_poison)) {
+    throw std::runtime_error("something was written outside the output");
+  }
+  return {begin, end};
 }
 
 Comparison compare(const LinearCompressionProblem& problem, const double* reference) {

@@ -46,6 +46,8 @@ struct LceSize {
   kernels::ScalarType out_type = kernels::ScalarType::kBFloat16;
   bool align_w = true;   // the row stride of W a multiple of 8, as the transform writes it
   bool align_e = false;  // the row stride of E too, as ikbo::aligned_cat makes it
+  int64_t e_gap = 0;     // elements between rows of E, besides
+  int64_t shift = 0;     // elements by which W, E and out begin behind a multiple of 16 bytes
 };
 
 enum class Mapping { kRandom, kSorted };
@@ -56,13 +58,14 @@ class LceInputs {
   LceInputs(const LceSize& size, uint64_t seed, Mapping mapping = Mapping::kRandom);
 
   const kernels::LinearCompressionProblem& problem() const { return problem_; }
-  size_t out_bytes() const { return out_->bytes(); }
+  size_t out_bytes() const;
   size_t input_bytes() const;
   std::vector<int32_t>& index(size_t term) { return indices_[term]; }
   void upload_index(size_t term, cudaStream_t stream = nullptr);
   void poison_out(cudaStream_t stream = nullptr);
   // Overwrites a row of the candidate term (term < 0) or of a broadcast term with NaN.
   void fill_row_with_nan(int term, int64_t row);
+  // Throws std::runtime_error where anything has been written before or behind the output.
   std::vector<uint8_t> download_out() const;
 
  private:
@@ -70,7 +73,8 @@ class LceInputs {
 
   kernels::LinearCompressionProblem problem_;
   std::vector<std::unique_ptr<DeviceBuffer>> buffers_;
-  std::unique_ptr<DeviceBuffer> out_;
+  std::unique_ptr<DeviceBuffer> out_;  // with a margin on both sides
+  int64_t out_begin_ = 0;              // bytes
   std::vector<std::vector<int32_t>> indices_;
   std::vector<int32_t*> device_indices_;
 };

@@ -28,6 +28,8 @@ std::string name_of(const LceSize& size, const LinearCompressionConfig& config) 
   for (const auto& term : size.broadcast) {
     text += " + " + std::to_string(term.rows) + " rows of K " + std::to_string(term.k);
   }
+  text += " gap " + std::to_string(size.e_gap) + " shift " + std::to_string(size.shift) +
+          (size.align_w ? " aligned W" : "") + (size.align_e ? " aligned E" : "");
   return text + (size.type == kHalf ? " fp16" : " bf16") + (size.out_type == kFloat ? " to fp32" : "") + ", block " +
          std::to_string(config.block_m) + " cluster " + std::to_string(config.cluster) + " ctas " +
          std::to_string(config.ctas) + " broadcast blocks " + std::to_string(config.broadcast_blocks);
@@ -57,6 +59,7 @@ void expect_correct(LceInputs& inputs, const LceSize& size, const LinearCompress
   const Comparison comparison = compared(inputs);
   EXPECT_EQ(comparison.wrong_nans, 0);
   EXPECT_EQ(comparison.outside, 0) << "largest error " << comparison.largest;
+  EXPECT_NO_THROW(inputs.download_out());
 }
 
 uint64_t fresh_seed() {
@@ -102,7 +105,8 @@ TEST(LinearCompressionSmall, MatchesFloat64) {
 }
 
 TEST(LinearCompression, EveryConfigurationMatchesFloat64AndAllAgreeBitForBit) {
-  for (LceSize size : std::vector<LceSize>{{5, 433, 256, 866, {{2, 1178}}}, {37, 300, 120, 200, {{5, 333}}}}) {
+  for (LceSize size : std::vector<LceSize>{
+           {5, 433, 256, 866, {{2, 1178}}}, {37, 300, 120, 200, {{5, 333}}}, {9, 331, 131, 70, {{3, 90}}}}) {
     for (const ScalarType type : {kHalf, kBfloat}) {
       size.type = size.out_type = type;
       LceInputs inputs(size, fresh_seed());
@@ -145,6 +149,30 @@ TEST(LinearCompression, OddShapesMatchFloat64) {
   }
 }
 
+// Every distance between rows, every place of 16 bytes to begin at, sizes around those of blocks and strands.
+TEST(LinearCompressionSmall, RowsThatBeginAnywhereMatchFloat64) {
+  std::mt19937_64 random(fresh_seed());
+  const auto one_of = [&random](const std::vector<int64_t>& values) { return values[random() % values.size()]; };
+  for (int i = 0; i < 48; ++i) {
+    LceSize size{one_of({1, 2, 3, 5}),
+                 one_of({1, 3, 7, 8, 9, 15, 65, 130, 161}),
+                 one_of({9, 63, 64, 65, 66, 68, 70, 72, 100, 121, 127, 129, 191}),
+                 one_of({1, 3, 7, 8, 9, 15, 63, 64, 65, 67, 129, 130, 132}),
+                 {{one_of({1, 2, 3}), one_of({1, 5, 8, 9, 64, 70, 131})}}};
+    size.type = size.out_type = i % 2 == 0 ? kHalf : kBfloat;
+    if (i % 8 == 7) size.out_type = kFloat;
+    size.e_gap = one_of({0, 0, 0, 1, 2, 3, 4, 5, 6, 7, 8});
+    size.shift = static_cast<int64_t>(random() % 8);
+    size.align_w = random() % 2 == 0;
+    size.align_e = random() % 4 == 0;
+    LceInputs inputs(size, fresh_seed());
+    expect_correct(inputs, size, chosen(inputs), LinearCompressionStage::kFusedWs);
+    const auto bytes = inputs.download_out();
+    expect_correct(inputs, size, chosen(inputs), LinearCompressionStage::kFused);
+    EXPECT_TRUE(bytes == inputs.download_out()) << name_of(size, chosen(inputs));
+  }
+}
+
 TEST(LinearCompressionSmall, AWrongIndexGivesNanForItsCandidateAlone) {
   LceSize size{8, 70, 96, 90, {{3, 40}, {2, 24}}};
   LceInputs inputs(size, fresh_seed());
@@ -158,34 +186,38 @@ TEST(LinearCompressionSmall, AWrongIndexGivesNanForItsCandidateAlone) {
 }
 
 TEST(LinearCompressionSmall, NanOfOneCandidateOrUserReachesNoOther) {
-  LceSize size{9, 70, 96, 90, {{4, 43}}};
-  LceInputs inputs(size, fresh_seed());
-  inputs.index(0) = {0, 0, 1, 1, 1, 3, 3, 0, 0};  // user 2 has no candidates
-  inputs.upload_index(0);
-  inputs.fill_row_with_nan(-1, 4);
-  inputs.fill_row_with_nan(0, 2);
-  inputs.fill_row_with_nan(0, 3);
-  expect_correct(inputs, size, chosen(inputs), LinearCompressionStage::kFusedWs);
-  EXPECT_EQ(compared(inputs).nans, 3 * size.m * size.n);
+  for (const int64_t n : {96, 98, 101}) {
+    LceSize size{9, 70, n, 90, {{4, 43}}};
+    LceInputs inputs(size, fresh_seed());
+    inputs.index(0) = {0, 0, 1, 1, 1, 3, 3, 0, 0};  // user 2 has no candidates
+    inputs.upload_index(0);
+    inputs.fill_row_with_nan(-1, 4);
+    inputs.fill_row_with_nan(0, 2);
+    inputs.fill_row_with_nan(0, 3);
+    expect_correct(inputs, size, chosen(inputs), LinearCompressionStage::kFusedWs);
+    EXPECT_EQ(compared(inputs).nans, 3 * size.m * size.n);
+  }
 }
 
 TEST(LinearCompression, ACandidateAloneGivesTheSameBits) {
-  LceSize size{70, 433, 256, 866, {{5, 1178}}};
-  LceInputs inputs(size, fresh_seed());
-  run(inputs, chosen(inputs), LinearCompressionStage::kFusedWs);
-  const auto all = inputs.download_out();
-  LinearCompressionProblem alone = inputs.problem();
-  const int64_t candidate = 41;
-  const int64_t out_bytes = size.m * size.n * 2;
-  alone.batch = alone.candidate.rows = 1;
-  alone.candidate.e = static_cast<const uint16_t*>(alone.candidate.e) + candidate * alone.candidate.e_batch_stride;
-  alone.broadcast[0].index += candidate;
-  const auto config = choose_linear_compression_config(alone);
-  DeviceBuffer workspace(linear_compression_workspace_bytes(alone, config));
-  linear_compression(alone, config, workspace.as(), workspace.bytes(), LinearCompressionStage::kFusedWs, nullptr);
-  check(cudaDeviceSynchronize(), "linear_compression");
-  const auto one = inputs.download_out();
-  EXPECT_TRUE(std::equal(one.begin(), one.begin() + out_bytes, all.begin() + candidate * out_bytes));
+  for (const int64_t n : {256, 250, 255}) {
+    LceSize size{70, 433, n, 866, {{5, 1178}}};
+    LceInputs inputs(size, fresh_seed());
+    run(inputs, chosen(inputs), LinearCompressionStage::kFusedWs);
+    const auto all = inputs.download_out();
+    LinearCompressionProblem alone = inputs.problem();
+    const int64_t candidate = 41;
+    const int64_t out_bytes = size.m * size.n * 2;
+    alone.batch = alone.candidate.rows = 1;
+    alone.candidate.e = static_cast<const uint16_t*>(alone.candidate.e) + candidate * alone.candidate.e_batch_stride;
+    alone.broadcast[0].index += candidate;
+    const auto config = choose_linear_compression_config(alone);
+    DeviceBuffer workspace(linear_compression_workspace_bytes(alone, config));
+    linear_compression(alone, config, workspace.as(), workspace.bytes(), LinearCompressionStage::kFusedWs, nullptr);
+    check(cudaDeviceSynchronize(), "linear_compression");
+    const auto one = inputs.download_out();
+    EXPECT_TRUE(std::equal(one.begin(), one.begin() + out_bytes, all.begin() + candidate * out_bytes));
+  }
 }
 
 TEST(LinearCompression, AThousandLaunchesOnChangingShapesShareAWorkspace) {
@@ -196,7 +228,7 @@ TEST(LinearCompression, AThousandLaunchesOnChangingShapesShareAWorkspace) {
   for (int i = 0; i < 25; ++i) {
     LceSize size{static_cast<int64_t>(1 + random() % 60),
                  static_cast<int64_t>(1 + random() % 500),
-                 static_cast<int64_t>(8 * (1 + random() % 32)),
+                 i % 2 == 0 ? static_cast<int64_t>(8 * (1 + random() % 32)) : static_cast<int64_t>(1 + random() % 256),
                  static_cast<int64_t>(1 + random() % 400),
                  {{static_cast<int64_t>(1 + random() % 20), static_cast<int64_t>(1 + random() % 400)}}};
     inputs.push_back(std::make_unique<LceInputs>(size, random() >> 16));

@@ -8,6 +8,7 @@
 #include <cstring>
 #include <limits>
 #include <random>
+#include <thread>
 #include <vector>
 
 #include "kernels/target_attention.h"
@@ -146,6 +147,61 @@ struct Inputs {
   }
 };
 
+// Where rows of queries and results lie, in elements.
+struct Layout {
+  int front;      // of NaN before the first row of queries
+  int gap;        // of NaN between rows of queries; behind the last there are none
+  int out_front;  // before the first row of results, which nobody writes
+};
+
+template <typename T>
+std::vector<T> laid_out(const std::vector<T>& rows, int dim, const Layout& layout) {
+  const size_t count = rows.size() / dim;
+  if (count == 0) return {};
+  std::vector<T> all(layout.front + count * (dim + layout.gap) - layout.gap, narrow<T>(kNaN));
+  for (size_t i = 0; i < count; ++i) {
+    std::copy_n(rows.begin() + static_cast<int64_t>(i) * dim, dim,
+                all.begin() + layout.front + static_cast<int64_t>(i) * (dim + layout.gap));
+  }
+  return all;
+}
+
+// Results between elements that must stay what they are.
+template <typename T>
+class Guarded {
+ public:
+  Guarded(size_t count, int front)
+      : count_(count), front_(front), all_(std::vector<T>(front + count + kBehind, kPoison)) {}
+  T* get() const { return all_.get() + front_; }
+  std::vector<T> read() const {
+    std::vector<T> values = all_.read(front_ + count_ + kBehind);
+    for (size_t i = 0; i < values.size(); ++i) {
+      const bool is_guard = i < front_ || i >= front_ + count_;
+      EXPECT_TRUE(!is_guard || static_cast<float>(values[i]) == static_cast<float>(kPoison)) << i;
+    }
+    return {values.begin() + static_cast<int64_t>(front_), values.begin() + static_cast<int64_t>(front_ + count_)};
+  }
+
+ private:
+  static constexpr size_t kBehind = 64;
+  static inline const T kPoison = narrow<T>(-77);
+  size_t count_, front_;
+  DeviceArray<T> all_;
+};
+
+// Calls work(i) for every i below `count`, on all processors.
+template <typename Work>
+void in_parallel(size_t count, const Work& work) {
+  const size_t most = std::max(std::thread::hardware_concurrency(), 1u);
+  std::vector<std::thread> threads;
+  for (size_t first = 0; first < std::min(most, count); ++first) {
+    threads.emplace_back([&work, first, count, most] {
+      for (size_t i = first; i < count; i += most) work(i);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+}
+
 void expect_near(double found, double expected, double tolerance) {
   if (std::isnan(expected) || std::isinf(expected)) {
     ASSERT_TRUE(std::isnan(expected) ? std::isnan(found) : found == expected) << found << " for " << expected;
@@ -157,15 +213,10 @@ void expect_near(double found, double expected, double tolerance) {
 // Compares every element of what the kernels make of fresh inputs: of target attention alone, and with the rows of the
 // histories beside it, which must not change a bit of it.
 template <typename T>
-void check(const Case& c, ScalarType type, double tolerance) {
+void check(const Case& c, const Layout& layout, ScalarType type, double tolerance) {
   const Inputs<T> inputs(c);
-  // Dense rows of a D that is no multiple of 8 begin anywhere, the first as well.
-  const int front = c.dim % 8 != 0 ? 3 : 0;
-  const auto behind_front = [&](std::vector<T> values) {
-    values.insert(values.begin(), static_cast<size_t>(front), narrow<T>(kNaN));
-    return values;
-  };
-  const DeviceArray<T> q(behind_front(inputs.q)), k(inputs.k), v(inputs.v), q_self(behind_front(inputs.q_self));
+  const DeviceArray<T> q(laid_out(inputs.q, c.dim, layout)), k(inputs.k), v(inputs.v),
+      q_self(laid_out(inputs.q_self, c.dim, layout));
   const DeviceArray<int32_t> index(inputs.index), lengths(inputs.lengths), offsets(inputs.offsets);
   const size_t sums = inputs.q.size() / c.dim;
   const size_t self_sums = inputs.q_self.size() / c.dim;
@@ -179,9 +230,9 @@ void check(const Case& c, ScalarType type, double tolerance) {
   p.users = c.users;
   p.length = c.packed ? inputs.rows : c.length;
   p.scale = 1 / std::sqrt(c.dim);
-  p.q = q.get() + front;
-  p.q_head_stride = p.self_q_head_stride = c.dim;
-  p.q_seed_stride = p.self_q_row_stride = int64_t{c.q_heads} * c.dim;
+  p.q = q.get() + layout.front;
+  p.q_head_stride = p.self_q_head_stride = c.dim + layout.gap;
+  p.q_seed_stride = p.self_q_row_stride = c.q_heads * p.q_head_stride;
   p.q_candidate_stride = c.seeds * p.q_seed_stride;
   p.self_q_user_stride = c.length * p.q_seed_stride;
   p.k = k.get();
@@ -194,14 +245,14 @@ void check(const Case& c, ScalarType type, double tolerance) {
   p.kv_offsets = c.packed ? offsets.get() : nullptr;
   std::vector<T> first;
   for (const bool with_self : {false, true}) {
-    const DeviceArray<T> out(std::vector<T>(inputs.q.size(), narrow<T>(-77)));
+    const Guarded<T> out(inputs.q.size(), layout.out_front);
     const DeviceArray<float> lse(std::vector<float>(sums, -77));
-    const DeviceArray<T> self_out(std::vector<T>(inputs.q_self.size(), narrow<T>(-77)));
+    const Guarded<T> self_out(inputs.q_self.size(), layout.out_front);
     const DeviceArray<float> self_lse(std::vector<float>(self_sums, -77));
     p.out = out.get();
     p.logsumexp = lse.get();
     if (with_self) {
-      p.self_q = q_self.get() + front;
+      p.self_q = q_self.get() + layout.front;
       p.self_out = self_out.get();
       p.self_logsumexp = self_lse.get();
     }
@@ -212,17 +263,19 @@ void check(const Case& c, ScalarType type, double tolerance) {
     ASSERT_EQ(cudaDeviceSynchronize(), cudaSuccess);
     const auto compare = [&](const std::vector<T>& queries, const std::vector<T>& found,
                              const std::vector<float>& found_sums, const auto& user_of) {
-      for (size_t at = 0; at < found_sums.size(); ++at) {
-        const int user = user_of(at / c.q_heads);
-        const auto expected = inputs.attend(&queries[at * c.dim], static_cast<int>(at % c.q_heads), user);
+      std::vector<typename Inputs<T>::Expected> expected(found_sums.size());
+      in_parallel(expected.size(), [&](size_t at) {
+        expected[at] = inputs.attend(&queries[at * c.dim], static_cast<int>(at % c.q_heads), user_of(at / c.q_heads));
+      });
+      for (size_t at = 0; at < expected.size(); ++at) {
         for (int d = 0; d < c.dim; ++d) {
-          expect_near(static_cast<float>(found[at * c.dim + d]), expected.out[d], tolerance);
+          expect_near(static_cast<float>(found[at * c.dim + d]), expected[at].out[d], tolerance);
         }
-        expect_near(found_sums[at], expected.logsumexp, 1e-5);
-        if (::testing::Test::HasFatalFailure()) FAIL() << "row " << at << ", user " << user;
+        expect_near(found_sums[at], expected[at].logsumexp, 1e-5);
+        if (::testing::Test::HasFatalFailure()) FAIL() << "row " << at << ", user " << user_of(at / c.q_heads);
       }
     };
-    const std::vector<T> results = out.read(inputs.q.size());
+    const std::vector<T> results = out.read();
     if (!with_self) {
       compare(inputs.q, results, lse.read(sums), [&](size_t row) { return inputs.index[row / c.seeds]; });
       first = results;
@@ -230,11 +283,17 @@ void check(const Case& c, ScalarType type, double tolerance) {
       ASSERT_EQ(std::memcmp(results.data(), first.data(), first.size() * sizeof(T)), 0);
       const std::vector<int> owner = inputs.owners();
       // Rows of no history are like those of a user without one: user 0.
-      compare(inputs.q_self, self_out.read(inputs.q_self.size()), self_lse.read(self_sums),
+      compare(inputs.q_self, self_out.read(), self_lse.read(self_sums),
               [&](size_t row) { return std::max(owner[row], 0); });
     }
     if (::testing::Test::HasFatalFailure()) return;
   }
+}
+
+template <typename T>
+void check(const Case& c, ScalarType type, double tolerance) {
+  // Dense rows of a D that is no multiple of 8 begin anywhere, the first as well.
+  check<T>(c, Layout{c.dim % 8 != 0 ? 3 : 0, 0, 0}, type, tolerance);
 }
 
 class TargetAttentionSmall : public ::testing::TestWithParam<Case> {};
@@ -309,9 +368,45 @@ TEST(TargetAttention, FullTilesMayHaveRowsInOneHalfAlone) {
   check<__nv_bfloat16>({290, 140, 50, 130, 1, 1, 256, true}, ScalarType::kBFloat16, 0x1p-7);
 }
 
+// Tiles that follow each other in a CTA, over histories of more than two blocks, and over shorter ones among them.
+TEST(TargetAttention, SmallTilesStageTheirResults) {
+  check<__nv_bfloat16>({80, 30, 64, 300, 2, 2, 128, false}, ScalarType::kBFloat16, 0x1p-7);
+}
+TEST(TargetAttention, TilesStageTheirResultsInBoxesOfAnySize) {
+  check<__nv_bfloat16>({300, 40, 12, 400, 4, 2, 128, true}, ScalarType::kBFloat16, 0x1p-7);
+  check<__half>({500, 20, 4, 500, 2, 2, 96, false}, ScalarType::kFloat16, 0x1p-10);
+  check<__nv_bfloat16>({200, 20, 64, 270, 2, 2, 128, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__half>({260, 25, 48, 600, 2, 1, 72, true}, ScalarType::kFloat16, 0x1p-10);
+}
+
 TEST(TargetAttention, ManyQueriesMayBeginAnywhere) {
   check<__nv_bfloat16>({400, 90, 20, 300, 2, 2, 122, false}, ScalarType::kBFloat16, 0x1p-7);
   check<__half>({300, 60, 33, 200, 1, 1, 63, true}, ScalarType::kFloat16, 0x1p-10);
+  // Boxes of eight rows, and of two with four query heads a key head.
+  check<__nv_bfloat16>({160, 30, 64, 300, 2, 2, 127, false}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({170, 40, 64, 200, 4, 1, 50, true}, ScalarType::kBFloat16, 0x1p-7);
+  check<__half>({150, 33, 64, 170, 1, 1, 255, false}, ScalarType::kFloat16, 0x1p-10);
+}
+
+// Rows begin at every element from a multiple of 16 bytes on, in boxes of one row and of several.
+class TargetAttentionSmallAnywhere : public ::testing::TestWithParam<int> {};
+
+TEST_P(TargetAttentionSmallAnywhere, ReadsAndWritesRowsAlone) {
+  const int at = GetParam();
+  check<__nv_bfloat16>({4, 2, 64, 150, 1, 1, 120 + at, false}, {at, 0, 7 - at}, ScalarType::kBFloat16, 0x1p-7);
+  check<__half>({5, 3, 16, 90, 2, 1, 57 + at, true}, {7 - at, 1, at}, ScalarType::kFloat16, 0x1p-10);
+  check<__nv_bfloat16>({4, 2, 9, 100, 2, 2, 64, false}, {at, at % 3 * 4, (at + 3) % 8}, ScalarType::kBFloat16, 0x1p-7);
+  check<__nv_bfloat16>({3, 2, 32, 90, 1, 1, 249 + at, true}, {at, at % 2, 5}, ScalarType::kBFloat16, 0x1p-7);
+}
+
+INSTANTIATE_TEST_SUITE_P(Elements, TargetAttentionSmallAnywhere, ::testing::Range(0, 8));
+
+TEST(TargetAttention, EveryHeadDimension) {
+  for (int dim = 1; dim <= 256; ++dim) {
+    check<__nv_bfloat16>({4, 2, dim % 2 == 0 ? 16 : 3, 40, 2, 1, dim, false}, {dim % 5, dim % 7, dim % 8},
+                         ScalarType::kBFloat16, 0x1p-7);
+    if (HasFatalFailure()) FAIL() << "D " << dim;
+  }
 }
 
 TEST(TargetAttention, SmallHistoriesWithoutCandidatesAttendToThemselves) {
