@@ -172,7 +172,7 @@ class Consumer {
       mbarrier_wait(&memory_.q_full[number_][tile_.slot], tile_.parity);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        work.out_row[h] = memory_.out_row[work.slot][thread_ / 32 * 16 + thread_ % 32 / 4 + 8 * h];
+        work.out_row[h] = memory_.out_row[work.slot][thread_ / 32 * kWarpRows + thread_ % 32 / 4 + 8 * h];
       }
       if (!multiplies) mbarrier_arrive(&memory_.q_empty[work.slot]);
       half_.advance();

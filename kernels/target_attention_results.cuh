@@ -3,6 +3,7 @@
 #pragma once
 
 #include "kernels/hopper/store_if.h"
+#include "kernels/target_attention_params.h"
 #include "kernels/target_attention_softmax.cuh"
 
 namespace ikbo::kernels {
@@ -100,7 +101,7 @@ class Results {
   template <uint32_t PANEL_BYTES>
   __device__ __forceinline__ void stage(uint32_t first_row) const {
     // Of two matrices of 8 x 8 by two, this lane says where a row of one lies.
-    const uint32_t to = first_row + lane_ % 16 * 128 + (lane_ / 16 ^ lane_ % 8) * 16;
+    const uint32_t to = first_row + lane_ % kWarpRows * 128 + (lane_ / kWarpRows ^ lane_ % 8) * 16;
 #pragma unroll
     for (int i = 0; i < DIM / 8; i += 2) {
       stmatrix_x4((to ^ i % 8 * 16) + i / 8 * PANEL_BYTES, rounded(i, 0), rounded(i, 1), rounded(i + 1, 0),

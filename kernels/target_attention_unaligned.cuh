@@ -76,10 +76,10 @@ __device__ __forceinline__ void shift_queries(AttentionMemory<T, DIM, KEYS>& mem
   constexpr int kVectors = DIM / 16;  // of a thread
   constexpr int kAtATime = kVectors < 8 ? kVectors : 8;
   constexpr int kWords = 4 * kAtATime;
-  const int row = thread / 32 * 16 + thread % 16;
+  const int row = thread / 32 * kWarpRows + thread % kWarpRows;
   const int shift = memory.q_shift[slot][row];
   if (!__any_sync(0xffff'ffff, shift != 0)) return;
-  const bool is_last = thread % 32 >= 16;
+  const bool is_last = thread % 32 >= kWarpRows;
   const int first = is_last ? kVectors : 0;
   const auto vector = [&](int at) {
     return reinterpret_cast<uint4*>(memory.q[slot][at / kVector][row]) + (at % kVector ^ row % kVector);
